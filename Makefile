@@ -1,0 +1,103 @@
+# `make demo` and `make test` need Python 3.11 or newer, a C++17 compiler and
+# make; everything else is installed into $(VENV) on the first call.
+#
+#   make demo      train the example language model
+#   make test      run the test suite       (make test PYTEST_ARGS="-k plan")
+#   make lint      check every source file as CI does
+#   make format    rewrite them as `make lint` wants them
+#   make install   only make $(VENV)
+#   make clean     remove what was built
+#
+# Another Python or JAX goes into an environment of its own:
+#   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-0.11
+
+PYTHON ?= python3
+VENV ?= .venv
+# The version of jax and jaxlib; empty: the one that requirements/ pins.
+JAX ?=
+# Extra that brings GPU support: cuda12 or cuda13, or none. By default the one
+# for this machine's driver, and nothing where there is no driver.
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n \
+	's/.*CUDA Version: \([0-9]*\)\..*/cuda\1/p' | head -n 1)
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BUILDIFIER_VERSION := 8.2.1
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+comma := ,
+EXTRAS := test,examples$(if $(filter cuda12 cuda13,$(CUDA)),$(comma)$(CUDA))
+PINS := -r requirements/test.txt $(if $(JAX),jax==$(JAX) jaxlib==$(JAX),-r requirements/jax.txt)
+
+sources = $(shell find $(1) -type f \( $(2) \) 2>/dev/null | sort)
+NATIVE := CMakeLists.txt $(call sources,cc xla_ffi,\
+	-name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(filter-out CMakeLists.txt,$(NATIVE))
+PY := jax_ep tests examples benchmarks
+BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
+	$(call sources,cc xla_ffi $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
+
+.PHONY: demo test lint format install clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_moe_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+install: $(VENV)/.installed
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check $(PY)
+	$(BIN)/ruff format --check $(PY)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+	@$(call buildifier,-mode=check -lint=warn)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix-only --exit-zero $(PY)
+	$(BIN)/ruff format $(PY)
+	$(BIN)/clang-format -i $(CPP)
+	@$(call buildifier,-mode=fix -lint=fix)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+
+# npm brings buildifier's binary. A machine without npm checks the rest; in CI
+# that is an error.
+buildifier = \
+	if [ -x $(VENV)/node_modules/.bin/buildifier ]; then \
+	  echo "buildifier $(1) $(BAZEL)"; \
+	  $(VENV)/node_modules/.bin/buildifier $(1) $(BAZEL); \
+	else \
+	  echo "NOT CHECKED: BUILD.bazel files. buildifier comes through npm," \
+	    "which this machine lacks: install Node.js with npm, then" \
+	    "remove $(VENV)/.lint and try again." >&2; \
+	  [ -z "$$CI" ]; \
+	fi
+
+# The environment with every dependency, without the package itself.
+$(VENV)/.dependencies: requirements/jax.txt requirements/test.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jax_ep needs Python 3.11 or newer and $(PYTHON) is not:" \
+	    "name another one, make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "$(PYTHON) cannot make a virtual environment; Debian and Ubuntu" \
+	    "have it in the package python3-venv" >&2; exit 1; }
+	$(PIP) install $(PINS)
+	@touch $@
+
+# Editable: Python sources are used where they are, and the native modules are
+# built again when one of their sources is newer than the stamp.
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml $(NATIVE)
+	$(PIP) install $(PINS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.dependencies requirements/lint.txt Makefile
+	$(PIP) install -r requirements/lint.txt
+	@if command -v npm >/dev/null; then \
+	  echo "npm install @bazel/buildifier@$(BUILDIFIER_VERSION)"; \
+	  npm install --silent --no-save --no-package-lock --prefix $(VENV) \
+	    @bazel/buildifier@$(BUILDIFIER_VERSION); \
+	fi
+	@touch $@
