@@ -1,0 +1,64 @@
+"""What every operation asks of its surroundings, checked while JAX traces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AxisType
+
+if TYPE_CHECKING:
+    from jax_ep.communicator import Communicator
+
+
+def check_open(comm: Communicator, op: str) -> None:
+    """Raises RuntimeError where `comm` was closed."""
+    if comm.closed:
+        raise RuntimeError(
+            f"jax_ep.{op}: the communicator is closed; create a new one "
+            "(executables compiled before close() keep working)"
+        )
+
+
+def check_inside_shard_map(comm: Communicator, op: str) -> None:
+    """Raises ValueError unless tracing inside shard_map over comm's mesh.
+
+    Every axis has to be manual: around a call that leaves an axis to the
+    compiler XLA gathers the operands without a word.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    wanted = dict(comm.mesh.shape)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not any(t == AxisType.Manual for t in types.values()):
+        raise ValueError(
+            f"jax_ep.{op}: call it inside jax.shard_map over the "
+            f"communicator's mesh {wanted}; found no manual mesh axis here"
+        )
+    found = dict(mesh.shape)
+    if found != wanted:
+        raise ValueError(
+            f"jax_ep.{op}: the surrounding shard_map must use the "
+            f"communicator's mesh {wanted}, found {found}"
+        )
+    automatic = [a for a, t in types.items() if t != AxisType.Manual]
+    if automatic:
+        raise ValueError(
+            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
+            f"shard_map, found {automatic} left to the compiler; leave out "
+            "axis_names= or name all axes"
+        )
+
+
+def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
+    """Returns `value` as int, or raises where it is no integer >= minimum."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"jax_ep.{op}: {name} must be a Python integer, found "
+            f"{type(value).__name__}"
+        )
+    result = value.__index__()
+    if result < minimum:
+        raise ValueError(
+            f"jax_ep.{op}: {name} must be >= {minimum}, found {result}"
+        )
+    return result

@@ -1,0 +1,94 @@
+"""Loads the native modules and registers their handlers with XLA."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pathlib
+import re
+import types
+
+import jax
+
+# Platforms, by JAX's names, on which a native backend runs.
+PLATFORMS = frozenset({"cpu", "cuda"})
+
+
+@functools.cache
+def host() -> types.ModuleType:
+    """The host module, its handlers registered for platform "cpu"."""
+    module = _load("_host")
+    _register(module, "cpu")
+    return module
+
+
+@functools.cache
+def cuda() -> types.ModuleType:
+    """The CUDA module, its handlers registered for platform "CUDA".
+
+    Raises:
+      ImportError: jax_ep was built without nvcc, or for other FFI headers.
+    """
+    module = _load("_cuda")
+    _register(module, "CUDA")
+    return module
+
+
+def plan_workspace_size(*, num_tokens: int, num_ranks: int, num_experts: int) -> int:
+    """int32 elements of scratch that the plan asks XLA for."""
+    return _load("_host").plan_workspace_size(num_tokens, num_ranks, num_experts)
+
+
+@functools.cache
+def _load(name: str) -> types.ModuleType:
+    try:
+        module = importlib.import_module(f"jax_ep.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"jax_ep.{name}":
+            raise
+        needs = "nvcc (CUDA 12.8 or newer) on PATH" if name == "_cuda" else "CMake"
+        raise ImportError(
+            f"jax_ep: the native module {name} was not built; install jax_ep "
+            f"again with {needs}: pip install --force-reinstall --no-deps jax_ep"
+        ) from error
+    check_ffi_version(name, module.ffi_version(), installed_ffi_version())
+    return module
+
+
+def installed_ffi_version() -> tuple[int, int]:
+    """The FFI version of the installed jaxlib, read from its header."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    version = tuple(
+        int(match.group(1))
+        for part in ("MAJOR", "MINOR")
+        if (match := re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", header))
+    )
+    if len(version) != 2:
+        raise ImportError("jax_ep: no FFI version in jaxlib's xla/ffi/api/c_api.h")
+    return version
+
+
+def check_ffi_version(
+    name: str, built: tuple[int, int], installed: tuple[int, int]
+) -> None:
+    """Refuses a module that XLA would refuse, before it takes JAX down.
+
+    XLA runs modules built with older headers; one built with newer headers
+    fails at the first JAX call and the whole backend is lost.
+    """
+    if built[0] != installed[0] or built[1] > installed[1]:
+        raise ImportError(
+            f"jax_ep: {name} was built with XLA FFI {built[0]}.{built[1]}, the "
+            f"installed jaxlib has {installed[0]}.{installed[1]}; upgrade jax "
+            "and jaxlib, or rebuild jax_ep against this jaxlib: "
+            "pip install --no-build-isolation --force-reinstall --no-deps jax_ep"
+        )
+
+
+def _register(module: types.ModuleType, platform: str) -> None:
+    # XLA wants a backend before types, and types before handlers that use them.
+    jax.devices()
+    for name, info in module.types().items():
+        jax.ffi.register_ffi_type(name, info, platform=platform)
+    for name, handler in module.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform=platform)

@@ -1,0 +1,136 @@
+"""Control memory of the CUDA backend: allocated, zeroed, reachable by peers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jax_ep import native
+
+# kMaxRanks in cc/layout.h: ranks of one NVLink domain.
+MAX_RANKS = 64
+
+_Groups = list[list[jax.Device]]
+
+
+def why_not_cuda(groups: _Groups) -> str | None:
+    """Says why the CUDA backend cannot serve `groups`; None where it can."""
+    try:
+        native.cuda()
+        driver = _driver()
+    except ImportError as error:
+        return str(error)
+    missing = [
+        f"({a.local_hardware_id}, {b.local_hardware_id})"
+        for a, b in _pairs(groups)
+        if not _call(
+            driver.cuDeviceCanAccessPeer,
+            _call(driver.cuDeviceGet, a.local_hardware_id),
+            _call(driver.cuDeviceGet, b.local_hardware_id),
+        )
+    ]
+    if missing:
+        return f"no peer access between GPUs {', '.join(missing)}"
+    return None
+
+
+def set_up_cuda(
+    identity: int, groups: _Groups, *, num_sms: int | None, timeout_s: float
+) -> Callable[[], Any]:
+    """Sets up the CUDA backend; returns the function that releases it.
+
+    Raises:
+      RuntimeError: peers cannot be reached, or the self-test failed.
+    """
+    problem = why_not_cuda(groups)
+    if problem is not None:
+        raise RuntimeError(
+            f"jax_ep.Communicator: backend 'cuda' cannot work here: {problem}"
+        )
+    module, driver = native.cuda(), _driver()
+    contexts = {
+        ordinal: _call(
+            driver.cuDevicePrimaryCtxRetain, _call(driver.cuDeviceGet, ordinal)
+        )
+        for ordinal in {d.local_hardware_id for group in groups for d in group}
+    }
+    for ordinal in contexts:
+        # Also loads every kernel: loading one later would dead-lock behind a
+        # kernel that waits for it.
+        module.self_test(ordinal)
+    for a, b in _pairs(groups):
+        _enable_peer_access(
+            driver, contexts[a.local_hardware_id], contexts[b.local_hardware_id]
+        )
+    places = []
+    for group, devices in enumerate(groups):
+        for rank, device in enumerate(devices):
+            ordinal = device.local_hardware_id
+            control = _allocate_zeroed(
+                driver, contexts[ordinal], module.control_bytes(len(devices))
+            )
+            places.append((ordinal, group, rank, control))
+    # From here on the native side owns the control memory: the last of the
+    # communicator and its executables frees it.
+    module.create_communicator(
+        identity, places, len(groups[0]), num_sms or 0, timeout_s
+    )
+    return lambda: module.release_communicator(identity)
+
+
+def _pairs(groups: _Groups) -> Iterator[tuple[jax.Device, jax.Device]]:
+    for group in groups:
+        yield from itertools.permutations(group, 2)
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError(
+            "jax_ep: the CUDA backend needs cuda-python: pip install 'jax_ep[cuda]'"
+        ) from error
+    _call(driver.cuInit, 0)
+    return driver
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a driver function; returns its result or raises RuntimeError."""
+    status, *results = function(*args)
+    if status.value != 0:
+        raise RuntimeError(f"jax_ep: {function.__name__} failed: {status.name}")
+    return results[0] if len(results) == 1 else None
+
+
+class _Current:
+    """Makes a context current for a block."""
+
+    def __init__(self, driver: Any, context: Any):
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        _call(self._driver.cuCtxPushCurrent, self._context)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _call(self._driver.cuCtxPopCurrent)
+
+
+def _enable_peer_access(driver: Any, context: Any, peer: Any) -> None:
+    with _Current(driver, context):
+        (status,) = driver.cuCtxEnablePeerAccess(peer, 0)
+    # XLA may have been here first.
+    enabled = driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+    if status.value not in (0, enabled.value):
+        raise RuntimeError(f"jax_ep: cuCtxEnablePeerAccess failed: {status.name}")
+
+
+def _allocate_zeroed(driver: Any, context: Any, size: int) -> int:
+    with _Current(driver, context):
+        pointer = _call(driver.cuMemAlloc, size)
+        _call(driver.cuMemsetD8, pointer, 0, size)
+        _call(driver.cuCtxSynchronize)
+    return int(pointer)

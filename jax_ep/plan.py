@@ -1,0 +1,156 @@
+"""Plan: who sends which row where, as a pytree of integer arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks, primitives
+from jax_ep.communicator import Communicator
+
+_INT32_ROWS = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The routing of one batch of tokens, made by `make_plan`.
+
+    A plan is a pytree of int32 arrays (one bool) plus static sizes. It crosses
+    jit, scan, remat and cond, can be donated and saved, and is the only place
+    where routing lives. Shapes are per shard: T tokens, K top-k, R ranks,
+    C capacity, L = ceil(num_experts / R) experts a rank.
+
+    Attributes:
+      num_recv: i32[], rows in this rank's buffer: min(num_demand, C).
+      num_demand: i32[], rows that wanted to come here, before any drop.
+      overflow: bool[], num_demand > C: rows were dropped at their senders.
+      recv_counts: i32[R], rows kept from each source rank.
+      recv_topk_idx: i32[C, K], local expert ids of each row, -1 where the
+        k-th choice lives elsewhere or the slot is empty.
+      recv_src: i32[C], source rank * T + token, -1 where the slot is empty.
+      expert_counts: i32[L], (row, k) pairs of each local expert among the
+        rows kept; a duplicate id counts each time.
+      group_sizes: i32[L], expert_counts rounded up to expert_alignment.
+      comm: the Communicator that the plan belongs to.
+      num_experts, num_tokens, top_k, capacity, expert_alignment: the sizes.
+    """
+
+    num_recv: jax.Array
+    num_demand: jax.Array
+    overflow: jax.Array
+    recv_counts: jax.Array
+    recv_topk_idx: jax.Array
+    recv_src: jax.Array
+    expert_counts: jax.Array
+    group_sizes: jax.Array
+    # i32[T, min(K, R), 2]: (rank, slot) of every row that this rank sends, in
+    # rank order; (-1, -1) where there is none. The whole inverse map: combine
+    # exchanges no metadata.
+    _routes: jax.Array
+    comm: Communicator = dataclasses.field(metadata={"static": True})
+    num_experts: int = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    top_k: int = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    expert_alignment: int = dataclasses.field(metadata={"static": True})
+
+
+def make_plan(
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+) -> Plan:
+    """Decides who sends which row where. Collective over `comm`'s axis.
+
+    Expert e lives on rank e // ceil(num_experts / R). A token sends one row to
+    each rank that owns at least one of its experts. A receiver orders its rows
+    by (source rank, token), so the plan is a pure function of the inputs.
+
+    Args:
+      topk_idx: int[T, K], the experts of each token (any integer dtype). An id
+        outside [0, num_experts), -1 above all, means "no expert". Duplicate
+        ids in one token are legal: one row travels, each k counts.
+      comm: the communicator, over whose mesh the surrounding shard_map runs.
+      num_experts: E >= 1; need not divide by R (the last ranks own fewer).
+      capacity: C >= 1, rows of the receive buffer. Default R * T: nothing can
+        be dropped. Rows past C, in (source rank, token) order, are dropped at
+        the sender: they contribute 0 forward and backward, and `num_demand`
+        and `overflow` tell.
+      expert_alignment: group_sizes is rounded up to a multiple of it.
+
+    Returns:
+      A `Plan`. Integers only: it has no derivative.
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the communicator is closed.
+    """
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            "jax_ep.make_plan: comm must be a jax_ep.Communicator, found "
+            f"{type(comm).__name__}"
+        )
+    checks.check_open(comm, "make_plan")
+    checks.check_inside_shard_map(comm, "make_plan")
+    topk_idx = jnp.asarray(topk_idx)
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            "jax_ep.make_plan: topk_idx must have an integer dtype, found "
+            f"{topk_idx.dtype}"
+        )
+    if topk_idx.ndim != 2 or topk_idx.shape[1] < 1:
+        raise ValueError(
+            "jax_ep.make_plan: topk_idx must be [T, K] with K >= 1, found "
+            f"shape {topk_idx.shape}"
+        )
+    num_tokens, top_k = topk_idx.shape
+    num_experts = checks.check_integer("make_plan", "num_experts", num_experts, 1)
+    expert_alignment = checks.check_integer(
+        "make_plan", "expert_alignment", expert_alignment, 1
+    )
+    if capacity is None:
+        capacity = max(1, comm.num_ranks * num_tokens)
+    capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
+    # Slots and token ids are int32; no real buffer comes near.
+    if max(capacity, comm.num_ranks * num_tokens) > _INT32_ROWS:
+        raise ValueError(
+            "jax_ep.make_plan: capacity and R * T must be below 2**31, found "
+            f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
+        )
+    arrays = primitives.plan(
+        _as_int32(topk_idx, num_experts),
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+    )
+    return Plan(
+        **arrays,
+        comm=comm,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+    )
+
+
+def _as_int32(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """Narrows ids to int32 without letting a wide or unsigned id wrap."""
+    if topk_idx.dtype == jnp.int32:
+        return topk_idx
+    info = jnp.iinfo(topk_idx.dtype)
+    if jnp.iinfo(jnp.int32).min <= info.min and info.max <= jnp.iinfo(jnp.int32).max:
+        return topk_idx.astype(jnp.int32)
+    # Compared in the wide type: 2**32 - 1 must not come out as expert -1.
+    limit = min(num_experts, info.max)
+    inside = (topk_idx >= 0) & (topk_idx < limit)
+    return jnp.where(inside, topk_idx, 0).astype(jnp.int32) - jnp.where(
+        inside, 0, 1
+    ).astype(jnp.int32)

@@ -1,0 +1,399 @@
+"""The JAX primitives ep_plan, ep_dispatch and ep_combine.
+
+The only file that knows FFI target names, attributes, result shapes and the
+rules of differentiation and batching. dispatch and combine are linear in their
+rows and each is the other's transpose; the routing operands are integers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import native, xla_backend
+
+if TYPE_CHECKING:
+    from jax_ep.communicator import Communicator
+    from jax_ep.plan import Plan
+
+# Leaves that one launch carries: kMaxLeaves in cc/layout.h.
+_MAX_LEAVES = 16
+
+SUMMABLE = frozenset(
+    jnp.dtype(name)
+    for name in (
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    )
+)
+
+_PLAN_FIELDS = (
+    "_routes",
+    "num_recv",
+    "num_demand",
+    "overflow",
+    "recv_counts",
+    "recv_topk_idx",
+    "recv_src",
+    "expert_counts",
+    "group_sizes",
+)
+# Routing operands that stand before the leaves in ep_dispatch and ep_combine:
+# routes, num_recv, recv_src.
+_NUM_ROUTING = 3
+
+
+def plan(
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int,
+    expert_alignment: int,
+) -> dict[str, jax.Array]:
+    """Binds ep_plan; returns Plan's array fields by name."""
+    axes = _varying(topk_idx) | {comm.axis_name}
+    outputs = plan_p.bind(
+        _make_varying(topk_idx, axes),
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+    )
+    return dict(zip(_PLAN_FIELDS, outputs, strict=True))
+
+
+def dispatch(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """Binds ep_dispatch: leaves [T, ...] -> [C, ...]."""
+    return _bind_leaves(dispatch_p, leaves, plan)
+
+
+def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """Binds ep_combine: leaves [C, ...] -> [T, ...]."""
+    return _bind_leaves(combine_p, leaves, plan)
+
+
+def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
+    routing = (plan._routes, plan.num_recv, plan.recv_src)
+    axes = functools.reduce(
+        frozenset.union, map(_varying, routing), frozenset({plan.comm.axis_name})
+    )
+    routing = tuple(_make_varying(a, axes) for a in routing)
+    # Each leaf varies at least as the routing does, so that a result's type is
+    # its leaf's and the transpose gives the cotangent the type JAX expects.
+    leaves = [_make_varying(leaf, axes | _varying(leaf)) for leaf in leaves]
+    outputs = []
+    for start in range(0, len(leaves), _MAX_LEAVES):
+        outputs += primitive.bind(
+            *routing,
+            *leaves[start : start + _MAX_LEAVES],
+            comm=plan.comm,
+            num_tokens=plan.num_tokens,
+            capacity=plan.capacity,
+        )
+    return outputs
+
+
+# Varying manual axes ---------------------------------------------------------
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Casts x to vary over `axes`; nothing to do where check_vma is off."""
+    missing = tuple(sorted(axes - _varying(x)))
+    if not missing or not _varying(lax.axis_index(missing)):
+        return x
+    return lax.pcast(x, missing, to="varying")
+
+
+# Abstract evaluation ---------------------------------------------------------
+
+
+def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
+    num_tokens, top_k = topk_idx.shape
+    ranks = comm.num_ranks
+    local_experts = -(-num_experts // ranks)
+    shapes = (
+        (num_tokens, min(top_k, ranks), 2),
+        (),
+        (),
+        (),
+        (ranks,),
+        (capacity, top_k),
+        (capacity,),
+        (local_experts,),
+        (local_experts,),
+    )
+    return [
+        topk_idx.update(
+            shape=shape,
+            dtype=np.dtype(bool if name == "overflow" else np.int32),
+            weak_type=False,
+            # Every axis is manual here, so no dimension is sharded; only the
+            # number of dimensions differs from the operand's.
+            sharding=topk_idx.sharding.update(spec=P(*(None for _ in shape))),
+        )
+        for name, shape in zip(_PLAN_FIELDS, shapes, strict=True)
+    ]
+
+
+def _rows_abstract_eval(rows_of: Callable[[dict], int]):
+    def abstract_eval(*avals, **params):
+        # Results vary as their leaf does: _bind_leaves made the leaf vary over
+        # the routing's axes.
+        return [
+            leaf.update(
+                shape=(rows_of(params), *leaf.shape[1:]), weak_type=False
+            )
+            for leaf in avals[_NUM_ROUTING:]
+        ]
+
+    return abstract_eval
+
+
+# Lowering --------------------------------------------------------------------
+
+
+def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
+    """Refuses a mesh with the communicator's shape but other devices.
+
+    Ranks come from devices; with another order they would not be the positions
+    along the axis that the program sees.
+    """
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh) and not np.array_equal(
+        mesh.devices, comm.mesh.devices
+    ):
+        raise ValueError(
+            "jax_ep: the surrounding shard_map must use the communicator's "
+            f"mesh, found another order of devices: {_ids(mesh)} instead of "
+            f"{_ids(comm.mesh)}"
+        )
+
+
+def _ids(mesh: jax.sharding.Mesh) -> list:
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
+def _ffi_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    comm: Communicator,
+    **attributes: int,
+) -> Sequence[Any]:
+    """Emits the custom call. HLO holds sizes and ids, equal on all processes."""
+    platforms = set(ctx.module_context.platforms)
+    if not platforms <= native.PLATFORMS:
+        raise RuntimeError(
+            f"jax_ep: backend {comm.backend!r} runs on {sorted(native.PLATFORMS)}, "
+            f"found a program for {sorted(platforms)}; use backend='xla' there"
+        )
+    rule = jax.ffi.ffi_lowering(target)
+    return rule(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        *operands,
+        comm=np.int64(comm.id),
+        channel=np.int64(ctx.module_context.new_channel()),
+        **{name: np.int64(value) for name, value in attributes.items()},
+    )
+
+
+def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
+    _check_devices(ctx, comm)
+    if comm.backend == "xla":
+        xla_plan = functools.partial(
+            xla_backend.plan,
+            axis_name=comm.axis_name,
+            num_ranks=comm.num_ranks,
+            num_experts=num_experts,
+            capacity=capacity,
+            expert_alignment=expert_alignment,
+        )
+        return mlir.lower_fun(xla_plan, multiple_results=True)(ctx, topk_idx)
+    workspace = jax.core.ShapedArray(
+        (
+            native.plan_workspace_size(
+                num_tokens=ctx.avals_in[0].shape[0],
+                num_ranks=comm.num_ranks,
+                num_experts=num_experts,
+            ),
+        ),
+        np.dtype(np.int32),
+    )
+    results = _ffi_call(
+        ctx,
+        "jax_ep_plan",
+        [topk_idx],
+        ctx.avals_in,
+        [*ctx.avals_out, workspace],
+        comm,
+        num_experts=num_experts,
+        expert_alignment=expert_alignment,
+    )
+    return results[: len(_PLAN_FIELDS)]
+
+
+def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
+    _check_devices(ctx, comm)
+    if comm.backend == "xla":
+        xla_dispatch = functools.partial(
+            xla_backend.dispatch, axis_name=comm.axis_name
+        )
+        return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
+    # recv_src serves the plain JAX implementation only.
+    keep = [0, 1, *range(_NUM_ROUTING, len(operands))]
+    return _ffi_call(
+        ctx,
+        "jax_ep_dispatch",
+        [operands[i] for i in keep],
+        [ctx.avals_in[i] for i in keep],
+        ctx.avals_out,
+        comm,
+    )
+
+
+def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
+    _check_devices(ctx, comm)
+    if comm.backend == "xla":
+        xla_combine = functools.partial(
+            xla_backend.combine,
+            axis_name=comm.axis_name,
+            num_ranks=comm.num_ranks,
+            num_tokens=num_tokens,
+        )
+        return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
+    keep = [0, *range(_NUM_ROUTING, len(operands))]
+    return _ffi_call(
+        ctx,
+        "jax_ep_combine",
+        [operands[i] for i in keep],
+        [ctx.avals_in[i] for i in keep],
+        ctx.avals_out,
+        comm,
+    )
+
+
+# Differentiation: leaves are linear, routing operands are integers -----------
+
+
+def _rows_jvp(primitive: Primitive, primals, tangents, **params):
+    outputs = primitive.bind(*primals, **params)
+    leaf_tangents = tangents[_NUM_ROUTING:]
+    live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
+    result: list[Any] = [ad.Zero.from_primal_value(out) for out in outputs]
+    if live:
+        moved = primitive.bind(
+            *primals[:_NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
+        )
+        for i, tangent in zip(live, moved, strict=True):
+            result[i] = tangent
+    return outputs, result
+
+
+def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
+    leaves = operands[_NUM_ROUTING:]
+    result: list[Any] = [
+        ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None
+        for leaf in leaves
+    ]
+    live = [
+        i
+        for i, (ct, leaf) in enumerate(zip(cotangents, leaves, strict=True))
+        if ad.is_undefined_primal(leaf) and type(ct) is not ad.Zero
+    ]
+    if live:
+        moved = other().bind(
+            *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
+        )
+        for i, cotangent in zip(live, moved, strict=True):
+            result[i] = cotangent
+    return [None] * _NUM_ROUTING + result
+
+
+# Batching --------------------------------------------------------------------
+
+
+def _each_element(primitive: Primitive, args, dims, **params):
+    """One collective for each element of the batch: its routing differs."""
+    size = next(
+        a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None
+    )
+    elements = [
+        primitive.bind(
+            *(
+                a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
+                for a, d in zip(args, dims, strict=True)
+            ),
+            **params,
+        )
+        for i in range(size)
+    ]
+    return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
+
+
+def _rows_batch(primitive: Primitive, args, dims, **params):
+    if any(d is not None for d in dims[:_NUM_ROUTING]):
+        return _each_element(primitive, args, dims, **params)
+    # One routing for the whole batch: the batch becomes part of the row.
+    leaves = [
+        leaf if d is None else batching.moveaxis(leaf, d, 1)
+        for leaf, d in zip(args[_NUM_ROUTING:], dims[_NUM_ROUTING:], strict=True)
+    ]
+    outputs = primitive.bind(*args[:_NUM_ROUTING], *leaves, **params)
+    return outputs, [None if d is None else 1 for d in dims[_NUM_ROUTING:]]
+
+
+# Definitions -----------------------------------------------------------------
+
+
+def _define(name: str, abstract_eval, lowering) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract_eval)
+    # Not cacheable: every call gets a channel of its own.
+    mlir.register_lowering(primitive, lowering, cacheable=False)
+    return primitive
+
+
+def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
+    primitive = _define(name, _rows_abstract_eval(rows_of), lowering)
+    ad.primitive_jvps[primitive] = functools.partial(_rows_jvp, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(_rows_transpose, other)
+    batching.primitive_batchers[primitive] = functools.partial(_rows_batch, primitive)
+    return primitive
+
+
+def _plan_jvp(primals, tangents, **params):
+    del tangents  # integers in, integers out
+    outputs = plan_p.bind(*primals, **params)
+    return outputs, [ad.Zero.from_primal_value(out) for out in outputs]
+
+
+plan_p = _define("ep_plan", _plan_abstract_eval, _plan_lowering)
+ad.primitive_jvps[plan_p] = _plan_jvp
+batching.primitive_batchers[plan_p] = functools.partial(_each_element, plan_p)
+dispatch_p = _define_rows(
+    "ep_dispatch", lambda p: p["capacity"], _dispatch_lowering, lambda: combine_p
+)
+combine_p = _define_rows(
+    "ep_combine", lambda p: p["num_tokens"], _combine_lowering, lambda: dispatch_p
+)

@@ -1,0 +1,167 @@
+"""plan, dispatch and combine in plain JAX collectives.
+
+Runs wherever JAX runs and is what the native backends are tested against. It
+gathers every row to every rank: right, not fast.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def plan(
+    topk_idx: jax.Array,
+    *,
+    axis_name: str,
+    num_ranks: int,
+    num_experts: int,
+    capacity: int,
+    expert_alignment: int,
+) -> list[jax.Array]:
+    """Plan's arrays in the order of ep_plan's results; topk_idx is i32[T, K]."""
+    num_tokens, top_k = topk_idx.shape
+    local_experts = -(-num_experts // num_ranks)
+    rank = lax.axis_index(axis_name)
+    ids = lax.all_gather(topk_idx, axis_name, tiled=True)  # [R * T, K]
+    owner = jnp.where(
+        (ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks
+    )
+    # sent[i, r]: row i = (source rank, token) goes to rank r.
+    sent = jnp.stack([(owner == r).any(axis=1) for r in range(num_ranks)], axis=1)
+    slot = jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1
+    kept = sent & (slot < capacity)
+
+    kept_here = lax.dynamic_index_in_dim(kept, rank, 1, keepdims=False)
+    slot_here = lax.dynamic_index_in_dim(slot, rank, 1, keepdims=False)
+    rows = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32)
+    recv_src = (
+        jnp.full((capacity,), -1, jnp.int32)
+        .at[jnp.where(kept_here, slot_here, capacity)]
+        .set(rows, mode="drop")
+    )
+    local_idx = jnp.where(owner == rank, ids - rank * local_experts, -1)
+    recv_topk_idx = _take_rows(local_idx, recv_src, -1)
+    expert_counts = (
+        jnp.zeros((local_experts,), jnp.int32)
+        .at[jnp.where(recv_topk_idx >= 0, recv_topk_idx, local_experts)]
+        .add(1, mode="drop")
+    )
+    group_sizes = -(-expert_counts // expert_alignment) * expert_alignment
+    num_demand = lax.dynamic_index_in_dim(
+        sent.sum(axis=0, dtype=jnp.int32), rank, 0, keepdims=False
+    )
+    recv_counts = kept_here.reshape(num_ranks, num_tokens).sum(1, dtype=jnp.int32)
+    return [
+        _routes(sent, kept, slot, rank, num_tokens, min(top_k, num_ranks)),
+        jnp.minimum(num_demand, capacity),
+        num_demand,
+        num_demand > capacity,
+        recv_counts,
+        recv_topk_idx,
+        recv_src,
+        expert_counts,
+        group_sizes,
+    ]
+
+
+def _routes(sent, kept, slot, rank, num_tokens, width):
+    """i32[T, width, 2]: this rank's (rank, slot) pairs in rank order."""
+    sent, kept, slot = (
+        lax.dynamic_slice_in_dim(a, rank * num_tokens, num_tokens)
+        for a in (sent, kept, slot)
+    )
+    column = jnp.where(kept, jnp.cumsum(sent, axis=1) - 1, width)
+    num_ranks = sent.shape[1]
+    pairs = jnp.stack(
+        [jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32), slot.shape), slot],
+        axis=2,
+    )
+    token = jnp.arange(num_tokens)[:, None]
+    return (
+        jnp.full((num_tokens, width, 2), -1, jnp.int32)
+        .at[token, column]
+        .set(pairs, mode="drop")
+    )
+
+
+def _take_rows(rows, index, fill):
+    """rows[index], `fill` where index is -1; takes an empty `rows`."""
+    if rows.shape[0] == 0:
+        return jnp.full((index.shape[0], *rows.shape[1:]), fill, rows.dtype)
+    taken = rows[jnp.maximum(index, 0)]
+    mask = (index >= 0).reshape(-1, *(1,) * (rows.ndim - 1))
+    return jnp.where(mask, taken, jnp.array(fill, rows.dtype))
+
+
+def _as_bits(x):
+    """x as unsigned integers: collectives do not carry every dtype."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_as_bits(x.real), _as_bits(x.imag)], axis=-1)
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+def _from_bits(bits, dtype):
+    if dtype == jnp.bool_:
+        return bits.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.finfo(dtype).dtype
+        return lax.complex(
+            _from_bits(bits[..., 0], part), _from_bits(bits[..., 1], part)
+        )
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def dispatch(routes, num_recv, recv_src, *leaves, axis_name: str):
+    """ep_dispatch: gathers every rank's rows, keeps those that came here."""
+    del routes, num_recv
+    return [
+        _from_bits(
+            _take_rows(
+                lax.all_gather(_as_bits(x), axis_name, tiled=True), recv_src, 0
+            ),
+            x.dtype,
+        )
+        for x in leaves
+    ]
+
+
+def combine(
+    routes, num_recv, recv_src, *leaves, axis_name: str, num_ranks: int, num_tokens: int
+):
+    """ep_combine: returns each row to its (source rank, token), then adds."""
+    del num_recv
+    num_rows = num_ranks * num_tokens
+    # A slot that was dropped or never filled has no route: its row is not read.
+    routed = (routes[..., 0, None] == jnp.arange(num_ranks)).any(axis=1)  # [T, R]
+    results = []
+    for y in leaves:
+        bits = _as_bits(y)
+        home = (
+            jnp.zeros((num_rows, *bits.shape[1:]), bits.dtype)
+            .at[jnp.where(recv_src >= 0, recv_src, num_rows)]
+            .set(bits, mode="drop")
+            .reshape(num_ranks, num_tokens, *bits.shape[1:])
+        )
+        terms = lax.all_to_all(home, axis_name, split_axis=0, concat_axis=0)
+        results.append(_sum_in_rank_order(_from_bits(terms, y.dtype), routed))
+    return results
+
+
+def _sum_in_rank_order(terms, routed):
+    """Sums terms[r, t] over the ranks in routed[t, r], from the first on."""
+    dtype = terms.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    total = jnp.zeros(terms.shape[1:], wide)
+    begun = jnp.zeros(terms.shape[1:2] + (1,) * (terms.ndim - 2), jnp.bool_)
+    for r in range(terms.shape[0]):
+        present = routed[:, r].reshape(begun.shape)
+        term = terms[r].astype(wide)
+        # Adding to a zero would turn a lone -0.0 into +0.0.
+        total = jnp.where(present, jnp.where(begun, total + term, term), total)
+        begun = begun | present
+    # The barrier keeps XLA from carrying excess precision past the rounding.
+    return lax.optimization_barrier(total.astype(dtype))
