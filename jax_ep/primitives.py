@@ -295,11 +295,15 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
 # Differentiation: leaves are linear, routing operands are integers -----------
 
 
+def _zero_tangent(x: jax.Array) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
 def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     outputs = primitive.bind(*primals, **params)
     leaf_tangents = tangents[_NUM_ROUTING:]
     live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
-    result: list[Any] = [ad.Zero.from_primal_value(out) for out in outputs]
+    result: list[Any] = [_zero_tangent(out) for out in outputs]
     if live:
         moved = primitive.bind(
             *primals[:_NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
@@ -385,7 +389,7 @@ def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
 def _plan_jvp(primals, tangents, **params):
     del tangents  # integers in, integers out
     outputs = plan_p.bind(*primals, **params)
-    return outputs, [ad.Zero.from_primal_value(out) for out in outputs]
+    return outputs, [_zero_tangent(out) for out in outputs]
 
 
 plan_p = _define("ep_plan", _plan_abstract_eval, _plan_lowering)
