@@ -9,7 +9,7 @@
 #   make clean     remove what was built
 #
 # Another Python or JAX goes into an environment of its own:
-#   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-0.11
+#   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-jax-0.11.2
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,11 +19,15 @@ JAX ?=
 # for this machine's driver, and nothing where there is no driver.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n \
 	's/.*CUDA Version: \([0-9]*\)\..*/cuda\1/p' | head -n 1)
+# Empty: install a wheel, as users get it; the sources are not used in place.
+EDITABLE ?= -e
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BUILDIFIER_VERSION := 8.2.1
 
 BIN := $(VENV)/bin
+# A stamp for each choice of JAX: another one makes the environment anew.
+DEPENDENCIES := $(VENV)/.dependencies$(addprefix -,$(JAX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 comma := ,
 EXTRAS := test,examples$(if $(filter cuda12 cuda13,$(CUDA)),$(comma)$(CUDA))
@@ -32,7 +36,8 @@ PINS := -r requirements/test.txt $(if $(JAX),jax==$(JAX) jaxlib==$(JAX),-r requi
 sources = $(shell find $(1) -type f \( $(2) \) 2>/dev/null | sort)
 NATIVE := CMakeLists.txt $(call sources,cc xla_ffi,\
 	-name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
-CPP := $(filter-out CMakeLists.txt,$(NATIVE))
+CPP := $(call sources,cc xla_ffi benchmarks,\
+	-name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PY := jax_ep tests examples benchmarks
 BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
 	$(call sources,cc xla_ffi $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
@@ -77,7 +82,7 @@ buildifier = \
 	fi
 
 # The environment with every dependency, without the package itself.
-$(VENV)/.dependencies: requirements/jax.txt requirements/test.txt
+$(DEPENDENCIES): requirements/jax.txt requirements/test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "jax_ep needs Python 3.11 or newer and $(PYTHON) is not:" \
 	    "name another one, make PYTHON=python3.12" >&2; exit 1; }
@@ -89,11 +94,12 @@ $(VENV)/.dependencies: requirements/jax.txt requirements/test.txt
 
 # Editable: Python sources are used where they are, and the native modules are
 # built again when one of their sources is newer than the stamp.
-$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml $(NATIVE)
-	$(PIP) install $(PINS) -e '.[$(EXTRAS)]'
+$(VENV)/.installed: $(DEPENDENCIES) pyproject.toml $(NATIVE) \
+	$(if $(EDITABLE),,$(call sources,jax_ep,-name '*.py'))
+	$(PIP) install $(PINS) $(EDITABLE) '.[$(EXTRAS)]'
 	@touch $@
 
-$(VENV)/.lint: $(VENV)/.dependencies requirements/lint.txt Makefile
+$(VENV)/.lint: $(DEPENDENCIES) requirements/lint.txt Makefile
 	$(PIP) install -r requirements/lint.txt
 	@if command -v npm >/dev/null; then \
 	  echo "npm install @bazel/buildifier@$(BUILDIFIER_VERSION)"; \
