@@ -31,7 +31,6 @@ DEPENDENCIES := $(VENV)/.dependencies$(addprefix -,$(JAX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 comma := ,
 EXTRAS := test,examples$(if $(filter cuda12 cuda13,$(CUDA)),$(comma)$(CUDA))
-PINS := -r requirements/test.txt $(if $(JAX),jax==$(JAX) jaxlib==$(JAX),-r requirements/jax.txt)
 
 sources = $(shell find $(1) -type f \( $(2) \) 2>/dev/null | sort)
 NATIVE := CMakeLists.txt $(call sources,cc xla_ffi,\
@@ -82,21 +81,22 @@ buildifier = \
 	fi
 
 # The environment with every dependency, without the package itself.
-$(DEPENDENCIES): requirements/jax.txt requirements/test.txt
+$(DEPENDENCIES): requirements/test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "jax_ep needs Python 3.11 or newer and $(PYTHON) is not:" \
 	    "name another one, make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment; Debian and Ubuntu" \
 	    "have it in the package python3-venv" >&2; exit 1; }
-	$(PIP) install $(PINS)
+	$(PIP) install -r requirements/test.txt
+	$(if $(JAX),$(PIP) install jax==$(JAX) jaxlib==$(JAX))
 	@touch $@
 
 # Editable: Python sources are used where they are, and the native modules are
 # built again when one of their sources is newer than the stamp.
 $(VENV)/.installed: $(DEPENDENCIES) pyproject.toml $(NATIVE) \
 	$(if $(EDITABLE),,$(call sources,jax_ep,-name '*.py'))
-	$(PIP) install $(PINS) $(EDITABLE) '.[$(EXTRAS)]'
+	$(PIP) install $(EDITABLE) '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.lint: $(DEPENDENCIES) requirements/lint.txt Makefile
