@@ -1,0 +1,90 @@
+// plan, dispatch and combine on the host, over all ranks of a group at once.
+//
+// The last rank to arrive (cc/cpu/rendezvous.h) calls these with everybody's
+// buffers; no rank waits for another inside. Shapes are equal on all ranks.
+// Arrays are row-major; see jax_ep.Plan for the meaning of the plan's fields.
+#ifndef JAX_EP_CC_CPU_OPS_H_
+#define JAX_EP_CC_CPU_OPS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace jax_ep::cpu {
+
+struct PlanSizes {
+  int32_t num_ranks;
+  int32_t num_experts;
+  int32_t expert_alignment;
+  int32_t top_k;
+  int64_t num_tokens;
+  int64_t capacity;
+};
+
+// One rank's buffers of a plan.
+struct PlanBuffers {
+  const int32_t* topk_idx;  // [T, K]
+  int32_t* routes;          // [T, min(K, R), 2]
+  int32_t* num_recv;        // []
+  int32_t* num_demand;      // []
+  bool* overflow;           // []
+  int32_t* recv_counts;     // [R]
+  int32_t* recv_topk_idx;   // [C, K]
+  int32_t* recv_src;        // [C]
+  int32_t* expert_counts;   // [L]
+  int32_t* group_sizes;     // [L]
+};
+
+void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks);
+
+// How an element of a leaf is summed. kNone: rows are moved, not summed.
+enum class Element { kNone, kBf16, kF16, kF32, kF64 };
+
+struct Leaf {
+  const std::byte* in;
+  std::byte* out;
+  int64_t row_bytes;
+  Element element;
+};
+
+// One rank's buffers of a dispatch (in [T], out [C]) or combine (in [C], out
+// [T]).
+struct RowBuffers {
+  const int32_t* routes;    // [T, routes_per_token, 2]
+  const int32_t* num_recv;  // [], dispatch only
+  std::vector<Leaf> leaves;
+};
+
+struct RowSizes {
+  int32_t routes_per_token;
+  int64_t num_tokens;
+  int64_t capacity;
+};
+
+// A part of a dispatch or combine that may run beside all other parts: tokens
+// [begin, end) of rank `rank`, and for dispatch the empty slots of `rank` that
+// fall into the same share of its buffer.
+struct Part {
+  int32_t rank;
+  int64_t begin;
+  int64_t end;
+};
+
+// Cuts the work into at most `max_parts` parts for each rank.
+std::vector<Part> SplitRows(int32_t num_ranks, int64_t num_tokens,
+                            int64_t max_parts);
+
+void Dispatch(const RowSizes& sizes, const std::vector<RowBuffers>& ranks,
+              const Part& part);
+
+void Combine(const RowSizes& sizes, const std::vector<RowBuffers>& ranks,
+             const Part& part);
+
+// out[i] = in[0][i] + in[1][i] + ..., added in that order in float32 (float64
+// for kF64) and rounded once to nearest even. num_in >= 1, no overlap.
+void SumRows(Element element, const std::byte* const* in, int32_t num_in,
+             std::byte* out, int64_t num_bytes);
+
+}  // namespace jax_ep::cpu
+
+#endif  // JAX_EP_CC_CPU_OPS_H_

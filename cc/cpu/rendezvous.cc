@@ -1,0 +1,178 @@
+#include "cc/cpu/rendezvous.h"
+
+#include <condition_variable>
+#include <cstdio>
+#include <functional>
+#include <queue>
+#include <thread>
+
+namespace jax_ep::cpu {
+namespace {
+
+// Expires meetings whose time is up. One thread for the process, started with
+// the first meeting and never joined: meetings may outlive every static.
+class Watchdog {
+ public:
+  static Watchdog& Get() {
+    static Watchdog* watchdog = new Watchdog;
+    return *watchdog;
+  }
+
+  void Watch(const std::shared_ptr<Meeting>& meeting) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool earliest =
+        entries_.empty() || meeting->deadline() < entries_.top().deadline;
+    entries_.push({meeting->deadline(), meeting});
+    if (earliest) changed_.notify_one();
+  }
+
+ private:
+  struct Entry {
+    Meeting::Clock::time_point deadline;
+    std::weak_ptr<Meeting> meeting;
+    bool operator>(const Entry& other) const {
+      return deadline > other.deadline;
+    }
+  };
+
+  Watchdog() {
+    std::thread([this] { Run(); }).detach();
+  }
+
+  void Run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      if (entries_.empty()) {
+        changed_.wait(lock);
+      } else if (Meeting::Clock::now() < entries_.top().deadline) {
+        changed_.wait_until(lock, entries_.top().deadline);
+      } else {
+        const std::shared_ptr<Meeting> meeting = entries_.top().meeting.lock();
+        entries_.pop();
+        if (meeting == nullptr) continue;
+        lock.unlock();
+        meeting->Expire();
+        lock.lock();
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> entries_;
+};
+
+Meeting::Clock::duration Seconds(double seconds) {
+  return std::chrono::duration_cast<Meeting::Clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
+Meeting::Meeting(std::string name, int num_ranks, Clock::duration timeout)
+    : name_(std::move(name)),
+      timeout_(timeout),
+      deadline_(Clock::now() + timeout),
+      came_(num_ranks),
+      came_in_time_(num_ranks),
+      arrivals_(num_ranks),
+      completions_(num_ranks) {}
+
+bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
+                    Completion completion) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  came_[rank] = true;
+  ++num_arrived_;
+  if (expired_) {
+    const std::string error = "jax_ep " + name_ + ": rank " +
+                              std::to_string(rank) +
+                              " came after its peers had given up";
+    lock.unlock();
+    completion(error);
+    return false;
+  }
+  came_in_time_[rank] = true;
+  arrivals_[rank] = std::move(arrival);
+  completions_[rank] = std::move(completion);
+  return num_arrived_ == static_cast<int>(came_.size());
+}
+
+void Meeting::Finish() {
+  for (Completion& completion : completions_) completion("");
+}
+
+void Meeting::Expire() {
+  std::vector<std::pair<Completion, std::string>> waiting;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (num_arrived_ == static_cast<int>(came_.size())) return;
+    expired_ = true;
+    for (size_t rank = 0; rank < came_.size(); ++rank) {
+      if (!came_[rank]) continue;
+      waiting.emplace_back(std::move(completions_[rank]),
+                           Describe(static_cast<int>(rank)));
+    }
+    arrivals_.clear();
+  }
+  for (auto& [completion, error] : waiting) completion(error);
+}
+
+bool Meeting::Has(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return came_[rank];
+}
+
+bool Meeting::expired() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return expired_;
+}
+
+bool Meeting::complete() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_arrived_ == static_cast<int>(came_.size());
+}
+
+std::string Meeting::Describe(int rank) const {
+  std::string missing;
+  for (size_t r = 0; r < came_in_time_.size(); ++r) {
+    if (came_in_time_[r]) continue;
+    if (!missing.empty()) missing += ", ";
+    missing += std::to_string(r);
+  }
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%.1f",
+                std::chrono::duration<double>(timeout_).count());
+  return "jax_ep " + name_ + ": rank " + std::to_string(rank) + " waited " +
+         seconds + " s; missing ranks: " + missing;
+}
+
+Rendezvous::Rendezvous(std::string name, int num_ranks, double timeout_s)
+    : name_(std::move(name)),
+      num_ranks_(num_ranks),
+      timeout_(Seconds(timeout_s)) {}
+
+std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
+                                           std::shared_ptr<void> arrival,
+                                           Completion completion) {
+  std::shared_ptr<Meeting> meeting;
+  bool last = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::pair<int64_t, int> key(run_id, group);
+    const auto [begin, end] = meetings_.equal_range(key);
+    auto found = begin;
+    while (found != end && found->second->Has(rank)) ++found;
+    if (found == end) {
+      found = meetings_.emplace(
+          key, std::make_shared<Meeting>(name_, num_ranks_, timeout_));
+      if (num_ranks_ > 1) Watchdog::Get().Watch(found->second);
+    }
+    meeting = found->second;
+    last = meeting->Enter(rank, std::move(arrival), std::move(completion));
+    // Everybody came: nobody will look for this meeting again.
+    if (meeting->complete()) meetings_.erase(found);
+  }
+  return last ? meeting : nullptr;
+}
+
+}  // namespace jax_ep::cpu

@@ -1,0 +1,93 @@
+// Where the ranks of one process meet for a call on the host.
+//
+// XLA runs calls in different orders on different devices, so a handler must
+// not block: each rank leaves its buffers and a completion, and the last rank
+// to arrive gets all of them to do the work. A watchdog thread fails a meeting
+// whose last rank does not come in time.
+#ifndef JAX_EP_CC_CPU_RENDEZVOUS_H_
+#define JAX_EP_CC_CPU_RENDEZVOUS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jax_ep::cpu {
+
+// Ends one rank's call: with success where the message is empty.
+using Completion = std::function<void(const std::string& error)>;
+
+// One meeting of all ranks of a group.
+class Meeting {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Meeting(std::string name, int num_ranks, Clock::duration timeout);
+
+  // Enters a rank. Returns true to the last one, which then owns the work and
+  // calls Finish(). `arrival` is that rank's buffers, kept until then.
+  bool Enter(int rank, std::shared_ptr<void> arrival, Completion completion);
+
+  // All ranks' buffers by rank; for the last rank only.
+  const std::vector<std::shared_ptr<void>>& arrivals() const {
+    return arrivals_;
+  }
+
+  // Completes every rank's call.
+  void Finish();
+
+  // Fails every rank that waits; no effect once all have come. Ranks that come
+  // later fail at once.
+  void Expire();
+
+  bool Has(int rank);
+  bool expired();
+  // Whether every rank came, in time or not: nobody will ask for it again.
+  bool complete();
+  Clock::time_point deadline() const { return deadline_; }
+
+ private:
+  std::string Describe(int rank) const;
+
+  const std::string name_;
+  const Clock::duration timeout_;
+  const Clock::time_point deadline_;
+  std::mutex mutex_;
+  int num_arrived_ = 0;
+  bool expired_ = false;
+  std::vector<bool> came_;
+  std::vector<bool> came_in_time_;
+  std::vector<std::shared_ptr<void>> arrivals_;
+  std::vector<Completion> completions_;
+};
+
+// The meetings of one call site: one for each run and group in flight.
+class Rendezvous {
+ public:
+  // `name` is what errors call the site, such as "dispatch (channel 7)".
+  Rendezvous(std::string name, int num_ranks, double timeout_s);
+
+  // Enters `rank` of `group` in run `run_id`. Where it is the last, returns the
+  // meeting, whose Finish() the caller owes; else nullptr. Never blocks.
+  std::shared_ptr<Meeting> Enter(int64_t run_id, int group, int rank,
+                                 std::shared_ptr<void> arrival,
+                                 Completion completion);
+
+ private:
+  const std::string name_;
+  const int num_ranks_;
+  const Meeting::Clock::duration timeout_;
+  std::mutex mutex_;
+  // A loop meets again at the same site in the same run. Rank r joins the first
+  // meeting that it has not been to.
+  std::multimap<std::pair<int64_t, int>, std::shared_ptr<Meeting>> meetings_;
+};
+
+}  // namespace jax_ep::cpu
+
+#endif  // JAX_EP_CC_CPU_RENDEZVOUS_H_

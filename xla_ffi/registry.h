@@ -1,0 +1,61 @@
+// Communicators by id: where set-up meets the data path.
+//
+// Python creates and releases entries; a call site takes its own reference when
+// an executable is loaded, so the last of them frees a communicator.
+#ifndef JAX_EP_XLA_FFI_REGISTRY_H_
+#define JAX_EP_XLA_FFI_REGISTRY_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace jax_ep {
+
+// What an unknown id means to the user.
+inline std::string UnknownCommunicator(int64_t id, const char* platform) {
+  return "jax_ep: communicator " + std::to_string(id) +
+         " is closed or was not set up for platform " + platform +
+         "; an executable has to be compiled while its communicator is open";
+}
+
+template <typename Communicator>
+class Registry {
+ public:
+  static Registry& Get() {
+    // Never destroyed: executables may outlive every static.
+    static Registry* registry = new Registry;
+    return *registry;
+  }
+
+  void Add(int64_t id, std::shared_ptr<Communicator> communicator) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    communicators_[id] = std::move(communicator);
+  }
+
+  void Remove(int64_t id) {
+    std::shared_ptr<Communicator> last;  // freed outside the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = communicators_.find(id);
+    if (found == communicators_.end()) return;
+    last = std::move(found->second);
+    communicators_.erase(found);
+  }
+
+  // nullptr where there is none.
+  std::shared_ptr<Communicator> Find(int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = communicators_.find(id);
+    return found == communicators_.end() ? nullptr : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<Communicator>> communicators_;
+};
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_XLA_FFI_REGISTRY_H_
