@@ -39,9 +39,10 @@ CPP := $(call sources,cc xla_ffi benchmarks,\
 	-name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PY := jax_ep tests examples benchmarks
 BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
-	$(call sources,cc xla_ffi $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
+	$(call sources,cc xla_ffi requirements $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test lint lint-python lint-types lint-cpp lint-bazel format \
+	install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/train_moe_lm.py $(DEMO_ARGS)
@@ -51,11 +52,20 @@ test: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-lint: $(VENV)/.lint
+# `make -k lint` goes on after a part that fails.
+lint: lint-python lint-types lint-cpp lint-bazel
+
+lint-python: $(VENV)/.lint
 	$(BIN)/ruff check $(PY)
 	$(BIN)/ruff format --check $(PY)
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+lint-types: $(VENV)/.lint
 	$(BIN)/mypy
+
+lint-cpp: $(VENV)/.lint
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+lint-bazel: $(VENV)/.lint
 	@$(call buildifier,-mode=check -lint=warn)
 
 format: $(VENV)/.lint
