@@ -17,6 +17,8 @@ namespace jax_ep {
 
 // Ranks of one group. The only limit on R; masks of ranks are 64-bit words.
 inline constexpr int kMaxRanks = 64;
+// Experts that a token may name: the routes of a token fit a warp's lanes.
+inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
 inline constexpr int kMaxLeaves = 16;
 // Tokens that a plan counts as one unit: a warp's worth.

@@ -60,7 +60,11 @@ def set_up_cuda(
     for ordinal in contexts:
         # Also loads every kernel: loading one later would dead-lock behind a
         # kernel that waits for it.
-        module.self_test(ordinal)
+        failure = module.self_test(ordinal)
+        if failure:
+            raise RuntimeError(
+                f"jax_ep.Communicator: backend 'cuda' cannot work here: {failure}"
+            )
     for a, b in _pairs(groups):
         _enable_peer_access(
             driver, contexts[a.local_hardware_id], contexts[b.local_hardware_id]

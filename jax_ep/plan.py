@@ -11,6 +11,8 @@ from jax_ep import checks, primitives
 from jax_ep.communicator import Communicator
 
 _INT32_ROWS = 2**31 - 1
+# kMaxTopK in cc/layout.h.
+_MAX_TOP_K = 32
 
 
 @jax.tree_util.register_dataclass
@@ -104,10 +106,10 @@ def make_plan(
             "jax_ep.make_plan: topk_idx must have an integer dtype, found "
             f"{topk_idx.dtype}"
         )
-    if topk_idx.ndim != 2 or topk_idx.shape[1] < 1:
+    if topk_idx.ndim != 2 or not 1 <= topk_idx.shape[1] <= _MAX_TOP_K:
         raise ValueError(
-            "jax_ep.make_plan: topk_idx must be [T, K] with K >= 1, found "
-            f"shape {topk_idx.shape}"
+            f"jax_ep.make_plan: topk_idx must be [T, K] with 1 <= K <= {_MAX_TOP_K}, "
+            f"found shape {topk_idx.shape}"
         )
     num_tokens, top_k = topk_idx.shape
     num_experts = checks.check_integer("make_plan", "num_experts", num_experts, 1)

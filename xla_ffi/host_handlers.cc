@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cc/cpu/ops.h"
+#include "xla_ffi/element.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -127,23 +128,6 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 }
 
 // Dispatch and combine -------------------------------------------------------
-
-cpu::Element ElementOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::BF16:
-      return cpu::Element::kBf16;
-    case ffi::F16:
-      return cpu::Element::kF16;
-    case ffi::F32:
-    case ffi::C64:
-      return cpu::Element::kF32;
-    case ffi::F64:
-    case ffi::C128:
-      return cpu::Element::kF64;
-    default:
-      return cpu::Element::kNone;
-  }
-}
 
 // The leaves of one rank; `capacity` rows stand on the receiver's side.
 std::vector<cpu::Leaf> Leaves(const ffi::RemainingArgs& in,

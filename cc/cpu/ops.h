@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cc/element.h"
+
 namespace jax_ep::cpu {
 
 struct PlanSizes {
@@ -36,9 +38,6 @@ struct PlanBuffers {
 };
 
 void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks);
-
-// How an element of a leaf is summed. kNone: rows are moved, not summed.
-enum class Element { kNone, kBf16, kF16, kF32, kF64 };
 
 struct Leaf {
   const std::byte* in;

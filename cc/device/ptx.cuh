@@ -1,0 +1,67 @@
+// PTX, one instruction a function. All carry a "memory" clobber where order
+// matters: the compiler must not move accesses across them.
+#ifndef JAX_EP_CC_DEVICE_PTX_CUH_
+#define JAX_EP_CC_DEVICE_PTX_CUH_
+
+#include <cstdint>
+
+namespace jax_ep::ptx {
+
+// Later accesses of this thread see what the releasing thread had seen. System
+// scope: the writer may be another GPU.
+__device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
+               : "=l"(value)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+
+// Whoever acquires the value sees all that this thread had seen before.
+__device__ __forceinline__ void StoreReleaseSys(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value)
+               : "memory");
+}
+
+// A word that is its own message: no order with other accesses.
+__device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ void FenceSys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// Nanoseconds, the same clock on all multiprocessors of a GPU.
+__device__ __forceinline__ uint64_t GlobalTimer() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ void Nanosleep(uint32_t ns) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
+// Rows are read once: kept out of the first-level cache.
+__device__ __forceinline__ uint4 LoadStreaming(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void StoreStreaming(uint4* p, uint4 v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                   p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+}  // namespace jax_ep::ptx
+
+#endif  // JAX_EP_CC_DEVICE_PTX_CUH_

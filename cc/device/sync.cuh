@@ -1,0 +1,195 @@
+// Handshakes between the ranks of a group, inside one kernel.
+//
+// An operation opens (block 0 publishes this rank's buffer addresses, every
+// block waits for the peers') and closes (the last block to finish tells the
+// peers and waits for them). Words written by peers hold (epoch << 32 |
+// payload): they grow, and nothing is reset. The epoch lives in device memory,
+// so that a replayed CUDA graph goes on counting; each block reads it before
+// the last block advances it.
+//
+// No block waits for another block of its own launch that may not be resident:
+// block 0 publishes before it waits, and only the last block closes.
+//
+// Every wait is bounded. One that runs out prints what it saw and traps: the
+// error reaches the host, wrong rows never do.
+#ifndef JAX_EP_CC_DEVICE_SYNC_CUH_
+#define JAX_EP_CC_DEVICE_SYNC_CUH_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+
+#include "cc/device/ptx.cuh"
+#include "cc/layout.h"
+#include "cc/peer_view.h"
+
+namespace jax_ep {
+
+// An operation's place in the control memory of all ranks.
+struct Control {
+  const Operation& op;
+  const char* name;  // of the operation, for messages
+  ControlLayout layout;
+  uint32_t epoch;  // of this operation
+
+  // All threads of a block construct it first of all.
+  __device__ Control(const Operation& operation, const char* operation_name)
+      : op(operation),
+        name(operation_name),
+        layout(operation.view.num_ranks),
+        epoch(*reinterpret_cast<volatile uint32_t*>(
+                  Slot(operation.view.rank) + layout.epoch) +
+              1) {}
+
+  __device__ int32_t rank() const { return op.view.rank; }
+  __device__ int32_t num_ranks() const { return op.view.num_ranks; }
+
+  __device__ std::byte* Slot(int32_t owner) const {
+    return op.view.control[owner] + op.slot * layout.slot_bytes;
+  }
+  // The record that `from` keeps on `owner`: a word, then the addresses.
+  __device__ uint64_t* Ready(int32_t owner, int32_t from) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.ready +
+                                       from * ControlLayout::kReadyBytes);
+  }
+  __device__ uint64_t* Done(int32_t owner, int32_t from) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.done) + from;
+  }
+  // Rows that `from` has for `to`, as told to `owner`.
+  __device__ uint64_t* Counts(int32_t owner, int32_t from, int32_t to) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.counts) +
+           from * num_ranks() + to;
+  }
+  // Where block 0 of a plan tells the rest that the counting is done.
+  __device__ uint64_t* Planned() const {
+    return reinterpret_cast<uint64_t*>(Slot(rank()) + layout.planned);
+  }
+  __device__ uint64_t Word(uint32_t payload) const {
+    return uint64_t{epoch} << 32 | payload;
+  }
+};
+
+// Out of line: keeps printf's stack out of the waiting code.
+static __device__ __noinline__ void TimedOut(const Control& control,
+                                             const char* step, int32_t peer,
+                                             uint64_t seen) {
+  printf(
+      "jax_ep %s (channel %u): rank %d waited %.1f s for %s of rank %d: "
+      "expected epoch %u, seen %u (channel or count %u)\n",
+      control.name, control.op.channel, control.rank(),
+      static_cast<double>(control.op.view.timeout_ns) * 1e-9, step, peer,
+      control.epoch, static_cast<uint32_t>(seen >> 32),
+      static_cast<uint32_t>(seen));
+  __trap();
+}
+
+// Waits until `word` holds this epoch; returns its payload. Acquire: what the
+// writer had done before it released the word is visible afterwards.
+static __device__ __forceinline__ uint32_t Wait(const Control& control,
+                                                const uint64_t* word,
+                                                const char* step,
+                                                int32_t peer) {
+  uint64_t seen = ptx::LoadAcquireSys(word);
+  if (static_cast<uint32_t>(seen >> 32) == control.epoch) {
+    return static_cast<uint32_t>(seen);
+  }
+  const uint64_t start = ptx::GlobalTimer();
+  for (;;) {
+    seen = ptx::LoadAcquireSys(word);
+    if (static_cast<uint32_t>(seen >> 32) == control.epoch) {
+      return static_cast<uint32_t>(seen);
+    }
+    if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
+      TimedOut(control, step, peer, seen);
+    }
+  }
+}
+
+// Tells every peer where this rank's buffers are. Called by all threads of
+// block 0 after the buffers are free for the peers (stream order), before any
+// wait. `addresses` [count] may stand in shared or parameter memory.
+// Release: pairs with the acquire in WaitReady.
+static __device__ void PublishReady(const Control& control,
+                                    std::byte* const* addresses,
+                                    int32_t count) {
+  for (int32_t peer = threadIdx.x; peer < control.num_ranks();
+       peer += blockDim.x) {
+    uint64_t* record = control.Ready(peer, control.rank());
+    for (int32_t i = 0; i < count; ++i) {
+      ptx::StoreRelaxedSys(record + 1 + i,
+                           reinterpret_cast<uint64_t>(addresses[i]));
+    }
+    ptx::StoreReleaseSys(record, control.Word(control.op.channel));
+  }
+}
+
+// Waits for every peer's addresses: peers[i * R + r] is address i of rank r.
+// Called by all threads of a block; `peers` is shared memory. Ends in a
+// barrier, so that the whole block may touch the peers' buffers.
+static __device__ void WaitReady(const Control& control, std::byte** peers,
+                                 int32_t count) {
+  const int32_t num_ranks = control.num_ranks();
+  for (int32_t peer = threadIdx.x; peer < num_ranks; peer += blockDim.x) {
+    const uint64_t* record = control.Ready(control.rank(), peer);
+    const uint32_t channel = Wait(control, record, "the buffers", peer);
+    if (channel != control.op.channel) {
+      printf("jax_ep %s (channel %u): rank %d found rank %d in channel %u\n",
+             control.name, control.op.channel, control.rank(), peer, channel);
+      __trap();
+    }
+    for (int32_t i = 0; i < count; ++i) {
+      peers[i * num_ranks + peer] =
+          reinterpret_cast<std::byte*>(__ldcg(
+              reinterpret_cast<const unsigned long long*>(record + 1 + i)));
+    }
+  }
+  __syncthreads();
+}
+
+// Ends a block's part; true in the last block of the launch, whose threads then
+// see what all other blocks wrote. Called by all threads.
+static __device__ bool IsLastBlock(const Control& control) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Releases the block's accesses (the barrier made them this thread's past)
+    // and acquires those of the blocks that came before.
+    ptx::FenceSys();
+    auto* finished = reinterpret_cast<unsigned int*>(
+        control.Slot(control.rank()) + control.layout.finished);
+    // Wraps to 0 with the last block: only blocks of this launch count here.
+    last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
+    ptx::FenceSys();
+  }
+  __syncthreads();
+  return last;
+}
+
+// Tells the peers that this rank's rows have landed and waits for theirs.
+// Called by all threads of the last block. Release: pairs with the peer's
+// acquire below, so the kernel that follows on each rank sees all rows.
+static __device__ void CloseWithPeers(const Control& control) {
+  for (int32_t peer = threadIdx.x; peer < control.num_ranks();
+       peer += blockDim.x) {
+    ptx::StoreReleaseSys(control.Done(peer, control.rank()),
+                         control.Word(control.op.channel));
+  }
+  for (int32_t peer = threadIdx.x; peer < control.num_ranks();
+       peer += blockDim.x) {
+    Wait(control, control.Done(control.rank(), peer), "the end", peer);
+  }
+  __syncthreads();
+}
+
+// The very last act of an operation: the next one in this slot counts from it.
+static __device__ void AdvanceEpoch(const Control& control) {
+  if (threadIdx.x == 0) {
+    *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
+                                          control.layout.epoch) =
+        control.epoch;
+  }
+}
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_CC_DEVICE_SYNC_CUH_

@@ -1,0 +1,75 @@
+// Kernels of the CUDA backend: parameters and launchers.
+//
+// All launchers enqueue one kernel on `stream` of the current device and return
+// at once: no allocation, no synchronisation, fit for stream capture. Every
+// rank of the group must launch the same operation with the same slot. Shapes
+// as in jax_ep.Plan; arrays are row-major and at least aligned to an element.
+#ifndef JAX_EP_CC_OPS_H_
+#define JAX_EP_CC_OPS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cc/element.h"
+#include "cc/layout.h"
+#include "cc/peer_view.h"
+
+namespace jax_ep {
+
+struct PlanParams {
+  Operation op;
+  int32_t num_experts;
+  int32_t expert_alignment;
+  int32_t top_k;
+  int64_t num_tokens;
+  int64_t capacity;
+  const int32_t* topk_idx;  // [T, K]
+  int32_t* routes;          // [T, min(K, R), 2]
+  int32_t* num_recv;        // []
+  int32_t* num_demand;      // []
+  bool* overflow;           // []
+  int32_t* recv_counts;     // [R]
+  int32_t* recv_topk_idx;   // [C, K]
+  int32_t* recv_src;        // [C]
+  int32_t* expert_counts;   // [L]
+  int32_t* group_sizes;     // [L]
+  int32_t* workspace;       // PlanWorkspace::size
+};
+
+struct Leaf {
+  const std::byte* in;
+  std::byte* out;
+  int64_t row_bytes;
+  Element element;
+};
+
+struct RowParams {
+  Operation op;
+  int32_t routes_per_token;
+  int32_t num_leaves;
+  int64_t num_tokens;
+  int64_t capacity;
+  const int32_t* routes;    // [T, routes_per_token, 2]
+  const int32_t* num_recv;  // [], dispatch only
+  Leaf leaves[kMaxLeaves];
+};
+
+// Leaves [T, ...] -> [C, ...].
+using DispatchParams = RowParams;
+// Leaves [C, ...] -> [T, ...].
+using CombineParams = RowParams;
+
+cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
+cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
+cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
+
+// The kernels themselves, for loading them ahead of the first launch.
+const void* PlanKernelAddress();
+const void* DispatchKernelAddress();
+const void* CombineKernelAddress();
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_CC_OPS_H_

@@ -1,0 +1,180 @@
+#include "cc/self_test.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cc/layout.h"
+#include "cc/ops.h"
+
+#ifndef JAX_EP_CUDA_ARCHITECTURES
+#define JAX_EP_CUDA_ARCHITECTURES "unknown architectures"
+#endif
+
+namespace jax_ep {
+namespace {
+
+// Four tokens, two experts each of four; row t goes to slot t.
+constexpr int32_t kTokens = 4;
+constexpr int32_t kTopK = 2;
+constexpr int32_t kExperts = 4;
+constexpr int32_t kColumns = 8;
+
+std::string Problem(int ordinal, const char* step, cudaError_t error) {
+  return "GPU " + std::to_string(ordinal) + ": " + step + " failed: " +
+         cudaGetErrorString(error);
+}
+
+// Owns one allocation for all buffers of the test.
+class Arena {
+ public:
+  explicit Arena(int64_t bytes) {
+    status_ = cudaMalloc(reinterpret_cast<void**>(&base_), bytes);
+    if (status_ == cudaSuccess) status_ = cudaMemset(base_, 0, bytes);
+    next_ = base_;
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() { cudaFree(base_); }
+
+  cudaError_t status() const { return status_; }
+
+  template <typename T>
+  T* Take(int64_t count) {
+    T* result = reinterpret_cast<T*>(next_);
+    next_ += (count * sizeof(T) + 255) / 256 * 256;
+    return result;
+  }
+
+ private:
+  cudaError_t status_;
+  std::byte* base_ = nullptr;
+  std::byte* next_ = nullptr;
+};
+
+struct Buffers {
+  PlanParams plan = {};
+  RowParams dispatch = {};
+  RowParams combine = {};
+  int32_t* topk_idx;
+  float* in;
+  float* out;
+};
+
+Buffers Cut(Arena& arena) {
+  Buffers b;
+  Operation op = {};
+  op.view.num_ranks = 1;
+  op.view.num_sms = 2;
+  op.view.timeout_ns = 10'000'000'000;
+  op.view.control[0] = arena.Take<std::byte>(ControlLayout(1).size());
+  op.channel = 1;
+  b.topk_idx = arena.Take<int32_t>(kTokens * kTopK);
+  b.in = arena.Take<float>(kTokens * kColumns);
+  b.out = arena.Take<float>(kTokens * kColumns);
+  float* rows = arena.Take<float>(kTokens * kColumns);
+
+  PlanParams& p = b.plan;
+  p.op = op;
+  p.num_experts = kExperts;
+  p.expert_alignment = 1;
+  p.top_k = kTopK;
+  p.num_tokens = kTokens;
+  p.capacity = kTokens;
+  p.topk_idx = b.topk_idx;
+  p.routes = arena.Take<int32_t>(2 * kTokens);
+  p.num_recv = arena.Take<int32_t>(1);
+  p.num_demand = arena.Take<int32_t>(1);
+  p.overflow = arena.Take<bool>(1);
+  p.recv_counts = arena.Take<int32_t>(1);
+  p.recv_topk_idx = arena.Take<int32_t>(kTokens * kTopK);
+  p.recv_src = arena.Take<int32_t>(kTokens);
+  p.expert_counts = arena.Take<int32_t>(kExperts);
+  p.group_sizes = arena.Take<int32_t>(kExperts);
+  p.workspace =
+      arena.Take<int32_t>(PlanWorkspace(kTokens, 1, kExperts).size);
+
+  RowParams r = {};
+  r.op = op;
+  r.routes_per_token = 1;
+  r.num_leaves = 1;
+  r.num_tokens = kTokens;
+  r.capacity = kTokens;
+  r.routes = p.routes;
+  r.num_recv = p.num_recv;
+  b.dispatch = b.combine = r;
+  const int64_t row_bytes = kColumns * sizeof(float);
+  b.dispatch.leaves[0] = {reinterpret_cast<const std::byte*>(b.in),
+                          reinterpret_cast<std::byte*>(rows), row_bytes,
+                          Element::kF32};
+  b.combine.leaves[0] = {reinterpret_cast<const std::byte*>(rows),
+                         reinterpret_cast<std::byte*>(b.out), row_bytes,
+                         Element::kF32};
+  return b;
+}
+
+std::string RunOnce(int ordinal) {
+  Arena arena(ControlLayout(1).size() + (64 << 10));
+  if (arena.status() != cudaSuccess) {
+    return Problem(ordinal, "allocation", arena.status());
+  }
+  const Buffers b = Cut(arena);
+  std::vector<int32_t> ids(kTokens * kTopK);
+  std::vector<float> in(kTokens * kColumns), out(in.size());
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i * 3 % kExperts;
+  for (size_t i = 0; i < in.size(); ++i) in[i] = 1.5f * (i + 1);
+  cudaStream_t stream;
+  cudaError_t status = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (status != cudaSuccess) return Problem(ordinal, "stream", status);
+  const auto check = [&](cudaError_t next) {
+    if (status == cudaSuccess) status = next;
+  };
+  check(cudaMemcpyAsync(b.topk_idx, ids.data(), ids.size() * sizeof(int32_t),
+                        cudaMemcpyHostToDevice, stream));
+  check(cudaMemcpyAsync(b.in, in.data(), in.size() * sizeof(float),
+                        cudaMemcpyHostToDevice, stream));
+  if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
+  if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
+  if (status == cudaSuccess) check(LaunchCombine(b.combine, stream));
+  check(cudaMemcpyAsync(out.data(), b.out, out.size() * sizeof(float),
+                        cudaMemcpyDeviceToHost, stream));
+  check(cudaStreamSynchronize(stream));
+  cudaStreamDestroy(stream);
+  if (status != cudaSuccess) return Problem(ordinal, "self-test", status);
+  if (in != out) {
+    return "GPU " + std::to_string(ordinal) +
+           ": self-test moved rows to wrong places";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string SelfTest(int ordinal) {
+  int previous = 0;
+  cudaGetDevice(&previous);
+  cudaError_t status = cudaSetDevice(ordinal);
+  if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
+  std::string problem;
+  for (const void* kernel : {PlanKernelAddress(), DispatchKernelAddress(),
+                             CombineKernelAddress()}) {
+    cudaFuncAttributes attributes;
+    status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status == cudaSuccess) continue;
+    cudaDeviceProp device;
+    cudaGetDeviceProperties(&device, ordinal);
+    problem = Problem(ordinal, "loading a kernel", status) + "; the GPU is sm_" +
+              std::to_string(device.major) + std::to_string(device.minor) +
+              ", jax_ep was built for " JAX_EP_CUDA_ARCHITECTURES
+              "; rebuild with -DCMAKE_CUDA_ARCHITECTURES=" +
+              std::to_string(device.major) + std::to_string(device.minor);
+    break;
+  }
+  if (problem.empty()) problem = RunOnce(ordinal);
+  cudaSetDevice(previous);
+  return problem;
+}
+
+}  // namespace jax_ep

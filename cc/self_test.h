@@ -1,0 +1,17 @@
+// Loads every kernel on a GPU and runs each once.
+#ifndef JAX_EP_CC_SELF_TEST_H_
+#define JAX_EP_CC_SELF_TEST_H_
+
+#include <string>
+
+namespace jax_ep {
+
+// Runs plan, dispatch and combine on GPU `ordinal` with one rank and checks the
+// rows. Returns what is wrong in words, or "" where nothing is. Allocates and
+// synchronises: for set-up only. A kernel that is first loaded later would
+// dead-lock behind one that waits for it.
+std::string SelfTest(int ordinal);
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_CC_SELF_TEST_H_
