@@ -256,7 +256,9 @@ def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
     _check_devices(ctx, comm)
     if comm.backend == "xla":
         xla_dispatch = functools.partial(
-            xla_backend.dispatch, axis_name=comm.axis_name
+            xla_backend.dispatch,
+            axis_name=comm.axis_name,
+            num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
     # recv_src serves the plain JAX implementation only.
@@ -359,7 +361,7 @@ def _rows_batch(primitive: Primitive, args, dims, **params):
         return _each_element(primitive, args, dims, **params)
     # One routing for the whole batch: the batch becomes part of the row.
     leaves = [
-        leaf if d is None else batching.moveaxis(leaf, d, 1)
+        leaf if d is None else jnp.moveaxis(leaf, d, 1)
         for leaf, d in zip(args[_NUM_ROUTING:], dims[_NUM_ROUTING:], strict=True)
     ]
     outputs = primitive.bind(*args[:_NUM_ROUTING], *leaves, **params)

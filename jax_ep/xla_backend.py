@@ -24,7 +24,7 @@ def plan(
     num_tokens, top_k = topk_idx.shape
     local_experts = -(-num_experts // num_ranks)
     rank = lax.axis_index(axis_name)
-    ids = lax.all_gather(topk_idx, axis_name, tiled=True)  # [R * T, K]
+    ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
     owner = jnp.where(
         (ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks
     )
@@ -95,6 +95,13 @@ def _take_rows(rows, index, fill):
     return jnp.where(mask, taken, jnp.array(fill, rows.dtype))
 
 
+def _gather_rows(rows, axis_name, num_ranks):
+    """Rows of all ranks; collectives refuse arrays without elements."""
+    if rows.size == 0:
+        return jnp.zeros((num_ranks * rows.shape[0], *rows.shape[1:]), rows.dtype)
+    return lax.all_gather(rows, axis_name, tiled=True)
+
+
 def _as_bits(x):
     """x as unsigned integers: collectives do not carry every dtype."""
     if x.dtype == jnp.bool_:
@@ -115,14 +122,12 @@ def _from_bits(bits, dtype):
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def dispatch(routes, num_recv, recv_src, *leaves, axis_name: str):
+def dispatch(routes, num_recv, recv_src, *leaves, axis_name: str, num_ranks: int):
     """ep_dispatch: gathers every rank's rows, keeps those that came here."""
     del routes, num_recv
     return [
         _from_bits(
-            _take_rows(
-                lax.all_gather(_as_bits(x), axis_name, tiled=True), recv_src, 0
-            ),
+            _take_rows(_gather_rows(_as_bits(x), axis_name, num_ranks), recv_src, 0),
             x.dtype,
         )
         for x in leaves
@@ -139,6 +144,9 @@ def combine(
     routed = (routes[..., 0, None] == jnp.arange(num_ranks)).any(axis=1)  # [T, R]
     results = []
     for y in leaves:
+        if num_tokens == 0 or y.size == 0:
+            results.append(jnp.zeros((num_tokens, *y.shape[1:]), y.dtype))
+            continue
         bits = _as_bits(y)
         home = (
             jnp.zeros((num_rows, *bits.shape[1:]), bits.dtype)

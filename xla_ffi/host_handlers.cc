@@ -123,7 +123,7 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   return Meet(site, run, ordinal, std::move(buffers),
               [&](std::shared_ptr<cpu::Meeting> meeting) {
                 cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(*meeting));
-                meeting->Finish();
+                meeting->Finish(/*on_last_ranks_thread=*/true);
               });
 }
 
@@ -168,12 +168,14 @@ void RunParts(std::shared_ptr<cpu::Meeting> meeting,
     std::atomic<size_t> next{0};
     std::atomic<size_t> done{0};
 
-    void Run() {
+    void Run(bool on_last_ranks_thread) {
       for (;;) {
         const size_t i = next.fetch_add(1);
         if (i >= parts.size()) return;
         work(sizes, ranks, parts[i]);
-        if (done.fetch_add(1) + 1 == parts.size()) meeting->Finish();
+        if (done.fetch_add(1) + 1 == parts.size()) {
+          meeting->Finish(on_last_ranks_thread);
+        }
       }
     }
   };
@@ -196,9 +198,9 @@ void RunParts(std::shared_ptr<cpu::Meeting> meeting,
   shared->parts = cpu::SplitRows(static_cast<int32_t>(num_ranks),
                                  sizes.num_tokens, parallel ? workers : 1);
   for (int64_t i = 1; i < workers; ++i) {
-    threads.Schedule([shared] { shared->Run(); });
+    threads.Schedule([shared] { shared->Run(false); });
   }
-  shared->Run();
+  shared->Run(true);
 }
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,

@@ -6,6 +6,8 @@
 #include <queue>
 #include <thread>
 
+#include "cc/cpu/completion_threads.h"
+
 namespace jax_ep::cpu {
 namespace {
 
@@ -94,11 +96,17 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
   came_in_time_[rank] = true;
   arrivals_[rank] = std::move(arrival);
   completions_[rank] = std::move(completion);
+  last_rank_ = rank;
   return num_arrived_ == static_cast<int>(came_.size());
 }
 
-void Meeting::Finish() {
-  for (Completion& completion : completions_) completion("");
+void Meeting::Finish(bool on_last_ranks_thread) {
+  for (size_t rank = 0; rank < completions_.size(); ++rank) {
+    if (on_last_ranks_thread && static_cast<int>(rank) == last_rank_) continue;
+    CompletionThreads::Get().Run(
+        [completion = std::move(completions_[rank])] { completion(""); });
+  }
+  if (on_last_ranks_thread) completions_[last_rank_]("");
 }
 
 void Meeting::Expire() {
@@ -114,7 +122,12 @@ void Meeting::Expire() {
     }
     arrivals_.clear();
   }
-  for (auto& [completion, error] : waiting) completion(error);
+  for (auto& [completion, error] : waiting) {
+    CompletionThreads::Get().Run(
+        [completion = std::move(completion), error = std::move(error)] {
+          completion(error);
+        });
+  }
 }
 
 bool Meeting::Has(int rank) {

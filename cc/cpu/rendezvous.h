@@ -38,8 +38,10 @@ class Meeting {
     return arrivals_;
   }
 
-  // Completes every rank's call.
-  void Finish();
+  // Completes every rank's call. A call's completion runs the rest of that
+  // device's program, so each gets a thread of its own; where this is the last
+  // rank's thread, inside its call, that rank's is done here.
+  void Finish(bool on_last_ranks_thread);
 
   // Fails every rank that waits; no effect once all have come. Ranks that come
   // later fail at once.
@@ -59,6 +61,7 @@ class Meeting {
   const Clock::time_point deadline_;
   std::mutex mutex_;
   int num_arrived_ = 0;
+  int last_rank_ = -1;
   bool expired_ = false;
   std::vector<bool> came_;
   std::vector<bool> came_in_time_;
