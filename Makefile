@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer, a C++17 compiler and
+# `make demo` and `make test` need Python 3.11 or newer, a C++20 compiler and
 # make; everything else is installed into $(VENV) on the first call.
 #
 #   make demo      train the example language model
