@@ -60,7 +60,8 @@ lint-python: $(VENV)/.lint
 	$(BIN)/ruff format --check $(PY)
 
 lint-types: $(VENV)/.lint
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python \
+	  --min-severity error --summary=none
 
 lint-cpp: $(VENV)/.lint
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
@@ -75,7 +76,7 @@ format: $(VENV)/.lint
 	@$(call buildifier,-mode=fix -lint=fix)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
 
 # npm brings buildifier's binary. A machine without npm checks the rest; in CI
 # that is an error.
