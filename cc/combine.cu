@@ -23,11 +23,11 @@ __device__ void SumLeaf(const Leaf& leaf, uint64_t source, uint32_t sources,
                         std::byte* out, int32_t part, int32_t parts) {
   switch (leaf.element) {
     case Element::kBf16:
-      return SumRow<Bf16, float>(source, sources, out, leaf.row_bytes,
-                                          part, parts);
+      return SumRow<Bf16, float>(source, sources, out, leaf.row_bytes, part,
+                                 parts);
     case Element::kF16:
       return SumRow<F16, float>(source, sources, out, leaf.row_bytes, part,
-                                   parts);
+                                parts);
     case Element::kF32:
       return SumRow<float, float>(source, sources, out, leaf.row_bytes, part,
                                   parts);

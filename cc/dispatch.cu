@@ -39,8 +39,8 @@ __device__ void ZeroEmptySlots(const DispatchParams& params) {
 }
 
 __device__ void MoveItem(const DispatchParams& params,
-                         std::byte* const* outputs, int64_t token,
-                         int32_t part, int32_t parts) {
+                         std::byte* const* outputs, int64_t token, int32_t part,
+                         int32_t parts) {
   const int32_t num_ranks = params.op.view.num_ranks;
   const int2 route = RouteOf(params, token);
   const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);

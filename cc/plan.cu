@@ -67,9 +67,7 @@ struct Planner {
   __device__ int32_t* Prefix(int64_t chunk) const {
     return params.workspace + workspace.prefix + chunk * num_ranks;
   }
-  __device__ int32_t* Sent() const {
-    return params.workspace + workspace.sent;
-  }
+  __device__ int32_t* Sent() const { return params.workspace + workspace.sent; }
 
   __device__ bool IsExpert(int32_t id) const {
     return id >= 0 && id < params.num_experts;
@@ -128,8 +126,7 @@ __device__ void Planner::CountAndPublish() const {
       if (mine < num_ranks) prefix[mine] = count[half];
       for (int32_t r = half * kWarpSize;
            r < min(num_ranks, (half + 1) * kWarpSize); ++r) {
-        const int32_t rows =
-            __popc(__ballot_sync(kAllLanes, ranks >> r & 1));
+        const int32_t rows = __popc(__ballot_sync(kAllLanes, ranks >> r & 1));
         if (mine == r) count[half] += rows;
       }
     }
@@ -218,8 +215,8 @@ __device__ void Planner::WriteChunk(int64_t chunk) const {
 // What receiver `rank` learns of the row in `slot`.
 __device__ void Planner::WriteRow(int64_t token, int32_t rank,
                                   int32_t slot) const {
-  auto* src = reinterpret_cast<int32_t*>(
-      scratch.peers[kRecvSrc * num_ranks + rank]);
+  auto* src =
+      reinterpret_cast<int32_t*>(scratch.peers[kRecvSrc * num_ranks + rank]);
   src[slot] = static_cast<int32_t>(control.rank() * params.num_tokens + token);
   auto* topk_idx = reinterpret_cast<int32_t*>(
                        scratch.peers[kRecvTopkIdx * num_ranks + rank]) +
@@ -228,8 +225,7 @@ __device__ void Planner::WriteRow(int64_t token, int32_t rank,
   const int32_t first = rank * local_experts;
   for (int32_t k = 0; k < params.top_k; ++k) {
     const int32_t id = ids[k];
-    const bool here =
-        IsExpert(id) && id >= first && id - first < local_experts;
+    const bool here = IsExpert(id) && id >= first && id - first < local_experts;
     topk_idx[k] = here ? id - first : -1;
     if (here) {
       // Expert id of rank r stands at r * L + (id - r * L) = id.
@@ -265,8 +261,8 @@ __device__ void Planner::SendExpertCounts() const {
   for (int32_t i = threadIdx.x; i < num_ranks * local_experts;
        i += kPlanThreads) {
     const int32_t rank = i / local_experts;
-    auto* received = reinterpret_cast<int32_t*>(
-        scratch.peers[kReceived * num_ranks + rank]);
+    auto* received =
+        reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
     received[control.rank() * local_experts + i % local_experts] =
         __ldcg(Sent() + i);
   }
@@ -290,9 +286,8 @@ __device__ void Planner::WriteTotals() const {
   if (threadIdx.x == 0) {
     int64_t before = 0;
     for (int32_t source = 0; source < num_ranks; ++source) {
-      const int32_t rows =
-          static_cast<uint32_t>(ptx::LoadAcquireSys(control.Counts(
-              control.rank(), source, control.rank())));
+      const int32_t rows = static_cast<uint32_t>(ptx::LoadAcquireSys(
+          control.Counts(control.rank(), source, control.rank())));
       const int64_t room = max(params.capacity - before, int64_t{0});
       params.recv_counts[source] =
           static_cast<int32_t>(min(int64_t{rows}, room));
@@ -344,9 +339,9 @@ cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
   const int64_t chunks = (params.num_tokens + kPlanChunk - 1) / kPlanChunk;
   const int64_t wanted = (chunks + 7) / 8;
   const int64_t blocks =
-      wanted < 1 ? 1
-                 : (wanted < params.op.view.num_sms ? wanted
-                                                    : params.op.view.num_sms);
+      wanted < 1
+          ? 1
+          : (wanted < params.op.view.num_sms ? wanted : params.op.view.num_sms);
   PlanKernel<<<static_cast<unsigned int>(blocks), kPlanThreads, 0, stream>>>(
       params);
   return cudaPeekAtLastError();

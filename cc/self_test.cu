@@ -1,5 +1,3 @@
-#include "cc/self_test.h"
-
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -8,6 +6,7 @@
 
 #include "cc/layout.h"
 #include "cc/ops.h"
+#include "cc/self_test.h"
 
 #ifndef JAX_EP_CUDA_ARCHITECTURES
 #define JAX_EP_CUDA_ARCHITECTURES "unknown architectures"
@@ -23,8 +22,8 @@ constexpr int32_t kExperts = 4;
 constexpr int32_t kColumns = 8;
 
 std::string Problem(int ordinal, const char* step, cudaError_t error) {
-  return "GPU " + std::to_string(ordinal) + ": " + step + " failed: " +
-         cudaGetErrorString(error);
+  return "GPU " + std::to_string(ordinal) + ": " + step +
+         " failed: " + cudaGetErrorString(error);
 }
 
 // Owns one allocation for all buffers of the test.
@@ -93,8 +92,7 @@ Buffers Cut(Arena& arena) {
   p.recv_src = arena.Take<int32_t>(kTokens);
   p.expert_counts = arena.Take<int32_t>(kExperts);
   p.group_sizes = arena.Take<int32_t>(kExperts);
-  p.workspace =
-      arena.Take<int32_t>(PlanWorkspace(kTokens, 1, kExperts).size);
+  p.workspace = arena.Take<int32_t>(PlanWorkspace(kTokens, 1, kExperts).size);
 
   RowParams r = {};
   r.op = op;
@@ -126,7 +124,8 @@ std::string RunOnce(int ordinal) {
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i * 3 % kExperts;
   for (size_t i = 0; i < in.size(); ++i) in[i] = 1.5f * (i + 1);
   cudaStream_t stream;
-  cudaError_t status = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  cudaError_t status =
+      cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (status != cudaSuccess) return Problem(ordinal, "stream", status);
   const auto check = [&](cudaError_t next) {
     if (status == cudaSuccess) status = next;
@@ -158,15 +157,16 @@ std::string SelfTest(int ordinal) {
   cudaError_t status = cudaSetDevice(ordinal);
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
-  for (const void* kernel : {PlanKernelAddress(), DispatchKernelAddress(),
-                             CombineKernelAddress()}) {
+  for (const void* kernel :
+       {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress()}) {
     cudaFuncAttributes attributes;
     status = cudaFuncGetAttributes(&attributes, kernel);
     if (status == cudaSuccess) continue;
     cudaDeviceProp device;
     cudaGetDeviceProperties(&device, ordinal);
-    problem = Problem(ordinal, "loading a kernel", status) + "; the GPU is sm_" +
-              std::to_string(device.major) + std::to_string(device.minor) +
+    problem = Problem(ordinal, "loading a kernel", status) +
+              "; the GPU is sm_" + std::to_string(device.major) +
+              std::to_string(device.minor) +
               ", jax_ep was built for " JAX_EP_CUDA_ARCHITECTURES
               "; rebuild with -DCMAKE_CUDA_ARCHITECTURES=" +
               std::to_string(device.major) + std::to_string(device.minor);

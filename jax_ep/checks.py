@@ -58,7 +58,5 @@ def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
         )
     result = value.__index__()
     if result < minimum:
-        raise ValueError(
-            f"jax_ep.{op}: {name} must be >= {minimum}, found {result}"
-        )
+        raise ValueError(f"jax_ep.{op}: {name} must be >= {minimum}, found {result}")
     return result

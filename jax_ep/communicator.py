@@ -37,7 +37,6 @@ class Communicator:
         buffers), "cpu" (native host code) or "xla" (plain JAX collectives,
         wherever JAX runs).
       timeout_s: seconds that a rank waits for its peers inside an operation.
-      closed: whether close() was called.
     """
 
     def __init__(
@@ -104,6 +103,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
+        """Whether close() was called."""
         return not self._finalizer.alive
 
     def close(self) -> None:

@@ -111,9 +111,7 @@ def _checked_leaves(op: str, tree: Any, plan: Plan):
         )
     checks.check_open(plan.comm, op)
     checks.check_inside_shard_map(plan.comm, op)
-    rows, name = (
-        (plan.num_tokens, "T") if op == "dispatch" else (plan.capacity, "C")
-    )
+    rows, name = (plan.num_tokens, "T") if op == "dispatch" else (plan.capacity, "C")
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     for leaf in leaves:

@@ -8,6 +8,7 @@ rows and each is the other's transpose; the routing operands are integers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,15 +96,27 @@ def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
     leaves = [_make_varying(leaf, axes | _varying(leaf)) for leaf in leaves]
-    outputs = []
-    for start in range(0, len(leaves), _MAX_LEAVES):
-        outputs += primitive.bind(
+    # Rows of no elements stay at home: XLA's GPU compiler does not survive an
+    # empty result beside others.
+    rows = plan.capacity if primitive is dispatch_p else plan.num_tokens
+    outputs = [
+        leaf
+        if math.prod(leaf.shape[1:])
+        else jnp.zeros_like(leaf, shape=(rows, *leaf.shape[1:]))
+        for leaf in leaves
+    ]
+    moving = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:])]
+    for start in range(0, len(moving), _MAX_LEAVES):
+        batch = moving[start : start + _MAX_LEAVES]
+        moved = primitive.bind(
             *routing,
-            *leaves[start : start + _MAX_LEAVES],
+            *(leaves[i] for i in batch),
             comm=plan.comm,
             num_tokens=plan.num_tokens,
             capacity=plan.capacity,
         )
+        for i, output in zip(batch, moved, strict=True):
+            outputs[i] = output
     return outputs
 
 
@@ -158,9 +171,7 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int]):
         # Results vary as their leaf does: _bind_leaves made the leaf vary over
         # the routing's axes.
         return [
-            leaf.update(
-                shape=(rows_of(params), *leaf.shape[1:]), weak_type=False
-            )
+            leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
             for leaf in avals[_NUM_ROUTING:]
         ]
 
@@ -318,8 +329,7 @@ def _rows_jvp(primitive: Primitive, primals, tangents, **params):
 def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
     leaves = operands[_NUM_ROUTING:]
     result: list[Any] = [
-        ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None
-        for leaf in leaves
+        ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None for leaf in leaves
     ]
     live = [
         i
@@ -340,9 +350,7 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
 
 def _each_element(primitive: Primitive, args, dims, **params):
     """One collective for each element of the batch: its routing differs."""
-    size = next(
-        a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None
-    )
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     elements = [
         primitive.bind(
             *(

@@ -25,9 +25,7 @@ def plan(
     local_experts = -(-num_experts // num_ranks)
     rank = lax.axis_index(axis_name)
     ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
-    owner = jnp.where(
-        (ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks
-    )
+    owner = jnp.where((ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks)
     # sent[i, r]: row i = (source rank, token) goes to rank r.
     sent = jnp.stack([(owner == r).any(axis=1) for r in range(num_ranks)], axis=1)
     slot = jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1

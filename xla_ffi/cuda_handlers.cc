@@ -28,6 +28,8 @@ CudaCommunicator::~CudaCommunicator() {
 
 namespace {
 
+std::atomic<int64_t> num_handler_calls{0};
+
 ffi::Error Invalid(std::string message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message));
 }
@@ -53,8 +55,8 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> Instantiate(
 }
 
 // The operation of `site` on the device with this ordinal.
-ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site,
-                                    int32_t ordinal) {
+ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
+  num_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const auto view = site.communicator->views.find(ordinal);
   if (view == site.communicator->views.end()) {
     return ffi::Unexpected(Invalid("jax_ep: GPU " + std::to_string(ordinal) +
@@ -66,8 +68,8 @@ ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site,
 
 ffi::Error Launched(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jax_ep ") + op + ": launch failed: " +
-                              cudaGetErrorString(status));
+  return ffi::Error::Internal(std::string("jax_ep ") + op +
+                              ": launch failed: " + cudaGetErrorString(status));
 }
 
 ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
@@ -138,8 +140,7 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
     params.leaves[i] = {
         .in = static_cast<const std::byte*>(from.untyped_data()),
         .out = static_cast<std::byte*>(to.untyped_data()),
-        .row_bytes =
-            static_cast<int64_t>(rows.size_bytes()) / params.capacity,
+        .row_bytes = static_cast<int64_t>(rows.size_bytes()) / params.capacity,
         .element = ElementOf(from.element_type()),
     };
   }
@@ -168,26 +169,31 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
 
 }  // namespace
 
+int64_t NumHandlerCalls() {
+  return num_handler_calls.load(std::memory_order_relaxed);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpInstantiate, Instantiate,
                               ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpPlan, Plan,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaCallSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
-                                  .Ret<ffi::BufferR3<ffi::S32>>()   // routes
-                                  .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
-                                  .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
-                                  .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
-                                  .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
-                                  .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
-                                  .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
-                                  .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
-                                  .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
-                                  .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
-                                  .Attrs(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpPlan, Plan,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::State<CudaCallSite>>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
+        .Ret<ffi::BufferR3<ffi::S32>>()   // routes
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
+        .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
+        .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
+        .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
+        .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
+        .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
+        .Attrs(),
+    {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::State<CudaCallSite>>()

@@ -39,6 +39,10 @@ struct CudaCallSite {
 
 extern const XLA_FFI_TypeInfo kCudaCallSiteInfo;
 
+// Executions of the handlers below in this process. A replayed CUDA graph runs
+// the kernels without them, which is how tests see that it was replayed.
+int64_t NumHandlerCalls();
+
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpPlan);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatch);

@@ -76,6 +76,7 @@ NB_MODULE(_cuda, m) {
   m.def("ffi_version", &FfiVersion);
   m.def("handlers", &Handlers);
   m.def("types", &Types);
+  m.def("num_handler_calls", &NumHandlerCalls);
   m.def("control_bytes",
         [](int32_t num_ranks) { return ControlLayout(num_ranks).size(); });
   m.def("self_test", &SelfTest, nb::arg("ordinal"),

@@ -30,9 +30,8 @@ ffi::ErrorOr<std::unique_ptr<HostCallSite>> Instantiate(
   std::shared_ptr<HostCommunicator> communicator =
       Registry<HostCommunicator>::Get().Find(*comm);
   if (communicator == nullptr) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                   UnknownCommunicator(*comm, "cpu")));
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      UnknownCommunicator(*comm, "cpu")));
   }
   return std::make_unique<HostCallSite>(
       std::move(communicator),
@@ -48,9 +47,10 @@ ffi::Future Failed(const std::string& message) {
 
 // Enters this device's rank with `arrival`; `work` runs on the last rank's
 // thread with the meeting, and ends in its Finish().
-ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                 std::shared_ptr<void> arrival,
-                 const std::function<void(std::shared_ptr<cpu::Meeting>)>& work) {
+ffi::Future Meet(
+    HostCallSite* site, ffi::RunId run, int32_t ordinal,
+    std::shared_ptr<void> arrival,
+    const std::function<void(std::shared_ptr<cpu::Meeting>)>& work) {
   const auto place = site->communicator->places.find(ordinal);
   if (place == site->communicator->places.end()) {
     return Failed("jax_ep: device " + std::to_string(ordinal) +
@@ -142,8 +142,8 @@ std::vector<cpu::Leaf> Leaves(const ffi::RemainingArgs& in,
     leaves.push_back({
         .in = static_cast<const std::byte*>(from.untyped_data()),
         .out = static_cast<std::byte*>(to.untyped_data()),
-        .row_bytes = static_cast<int64_t>(rows.size_bytes()) /
-                     rows.dimensions()[0],
+        .row_bytes =
+            static_cast<int64_t>(rows.size_bytes()) / rows.dimensions()[0],
         .element = ElementOf(from.element_type()),
     });
   }
@@ -151,14 +151,12 @@ std::vector<cpu::Leaf> Leaves(const ffi::RemainingArgs& in,
 }
 
 using RowWork = void (*)(const cpu::RowSizes&,
-                         const std::vector<cpu::RowBuffers>&,
-                         const cpu::Part&);
+                         const std::vector<cpu::RowBuffers>&, const cpu::Part&);
 
 // Runs `work` over all parts, on XLA's threads where it is worth it, and
 // finishes the meeting with the last part. Never waits.
-void RunParts(std::shared_ptr<cpu::Meeting> meeting,
-              const cpu::RowSizes& sizes, RowWork work,
-              ffi::ThreadPool& threads) {
+void RunParts(std::shared_ptr<cpu::Meeting> meeting, const cpu::RowSizes& sizes,
+              RowWork work, ffi::ThreadPool& threads) {
   struct Shared {
     std::shared_ptr<cpu::Meeting> meeting;
     cpu::RowSizes sizes;
@@ -189,8 +187,8 @@ void RunParts(std::shared_ptr<cpu::Meeting> meeting,
   const int64_t bytes =
       row_bytes * num_ranks * (sizes.num_tokens + sizes.capacity);
   const bool parallel = bytes >= kParallelBytes;
-  const int64_t workers = parallel ? std::max<int64_t>(1, threads.num_threads())
-                                   : 1;
+  const int64_t workers =
+      parallel ? std::max<int64_t>(1, threads.num_threads()) : 1;
   shared->meeting = std::move(meeting);
   shared->sizes = sizes;
   shared->work = work;
@@ -259,23 +257,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     },
     ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpPlan, Plan,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<HostCallSite>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
-                                  .Ret<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Ret<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Ret<ffi::BufferR0<ffi::S32>>()  // num_demand
-                                  .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // recv_counts
-                                  .Ret<ffi::BufferR2<ffi::S32>>()  // recv_topk_idx
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // expert_counts
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // group_sizes
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // workspace
-                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpPlan, Plan,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::State<HostCallSite>>()
+        .Ctx<ffi::RunId>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
+        .Ret<ffi::BufferR3<ffi::S32>>()   // routes
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
+        .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
+        .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
+        .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
+        .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
+        .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
+        .Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::State<HostCallSite>>()

@@ -37,8 +37,8 @@ void CompletionThreads::Serve() {
   for (;;) {
     if (tasks_.empty()) {
       ++num_idle_;
-      const bool got_task = has_task_.wait_for(
-          lock, kIdle, [this] { return !tasks_.empty(); });
+      const bool got_task =
+          has_task_.wait_for(lock, kIdle, [this] { return !tasks_.empty(); });
       --num_idle_;
       if (!got_task) return;
     }

@@ -11,8 +11,7 @@ namespace jax_ep::cpu {
 
 std::vector<Part> SplitRows(int32_t num_ranks, int64_t num_tokens,
                             int64_t max_parts) {
-  const int64_t parts =
-      std::max<int64_t>(1, std::min(max_parts, num_tokens));
+  const int64_t parts = std::max<int64_t>(1, std::min(max_parts, num_tokens));
   std::vector<Part> result;
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     for (int64_t p = 0; p < parts; ++p) {

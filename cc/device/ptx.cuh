@@ -56,10 +56,10 @@ __device__ __forceinline__ uint4 LoadStreaming(const uint4* p) {
 }
 
 __device__ __forceinline__ void StoreStreaming(uint4* p, uint4 v) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
-                   p),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
+  asm volatile(
+      "st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
 }
 
 }  // namespace jax_ep::ptx

@@ -31,9 +31,8 @@ struct Range {
 __device__ __forceinline__ Range PartOf(int64_t size, int32_t index,
                                         int32_t count) {
   // Whole warps' worth of units, so that all lanes have work.
-  const int64_t share =
-      (size + int64_t{count} * kWarpSize - 1) / (int64_t{count} * kWarpSize) *
-      kWarpSize;
+  const int64_t share = (size + int64_t{count} * kWarpSize - 1) /
+                        (int64_t{count} * kWarpSize) * kWarpSize;
   const int64_t begin = share * index < size ? share * index : size;
   const int64_t end = begin + share < size ? begin + share : size;
   return {begin, end};

@@ -37,8 +37,8 @@ struct Control {
       : op(operation),
         name(operation_name),
         layout(operation.view.num_ranks),
-        epoch(*reinterpret_cast<volatile uint32_t*>(
-                  Slot(operation.view.rank) + layout.epoch) +
+        epoch(*reinterpret_cast<volatile uint32_t*>(Slot(operation.view.rank) +
+                                                    layout.epoch) +
               1) {}
 
   __device__ int32_t rank() const { return op.view.rank; }
@@ -138,9 +138,8 @@ static __device__ void WaitReady(const Control& control, std::byte** peers,
       __trap();
     }
     for (int32_t i = 0; i < count; ++i) {
-      peers[i * num_ranks + peer] =
-          reinterpret_cast<std::byte*>(__ldcg(
-              reinterpret_cast<const unsigned long long*>(record + 1 + i)));
+      peers[i * num_ranks + peer] = reinterpret_cast<std::byte*>(
+          __ldcg(reinterpret_cast<const unsigned long long*>(record + 1 + i)));
     }
   }
   __syncthreads();
@@ -185,8 +184,7 @@ static __device__ void CloseWithPeers(const Control& control) {
 static __device__ void AdvanceEpoch(const Control& control) {
   if (threadIdx.x == 0) {
     *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
-                                          control.layout.epoch) =
-        control.epoch;
+                                          control.layout.epoch) = control.epoch;
   }
 }
 
