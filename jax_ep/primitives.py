@@ -182,15 +182,19 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int]):
 
 
 def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
-    """Refuses a mesh with the communicator's shape but other devices.
+    """Refuses other devices than the communicator's, or another order of them.
 
     Ranks come from devices; with another order they would not be the positions
     along the axis that the program sees.
     """
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh) and not np.array_equal(
-        mesh.devices, comm.mesh.devices
-    ):
+    mesh = ctx.module_context.axis_context.mesh
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
+            "nobody knows here; give it the communicator's: "
+            "jax.shard_map(..., mesh=comm.mesh) or jax.set_mesh(comm.mesh)"
+        )
+    if not np.array_equal(mesh.devices, comm.mesh.devices):
         raise ValueError(
             "jax_ep: the surrounding shard_map must use the communicator's "
             f"mesh, found another order of devices: {_ids(mesh)} instead of "
@@ -212,6 +216,7 @@ def _ffi_call(
     **attributes: int,
 ) -> Sequence[Any]:
     """Emits the custom call. HLO holds sizes and ids, equal on all processes."""
+    _check_devices(ctx, comm)
     platforms = set(ctx.module_context.platforms)
     if not platforms <= native.PLATFORMS:
         raise RuntimeError(
@@ -229,7 +234,6 @@ def _ffi_call(
 
 
 def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
-    _check_devices(ctx, comm)
     if comm.backend == "xla":
         xla_plan = functools.partial(
             xla_backend.plan,
@@ -264,7 +268,6 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
 
 
 def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
-    _check_devices(ctx, comm)
     if comm.backend == "xla":
         xla_dispatch = functools.partial(
             xla_backend.dispatch,
@@ -285,7 +288,6 @@ def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
 
 
 def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
-    _check_devices(ctx, comm)
     if comm.backend == "xla":
         xla_combine = functools.partial(
             xla_backend.combine,
@@ -337,7 +339,16 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
         if ad.is_undefined_primal(leaf) and type(ct) is not ad.Zero
     ]
     if live:
-        moved = other().bind(
+        to = other()
+        for i in live:
+            if to is combine_p and cotangents[i].dtype not in SUMMABLE:
+                raise TypeError(
+                    "jax_ep.dispatch: a leaf of dtype "
+                    f"{cotangents[i].dtype} has no gradient: combine cannot sum "
+                    "it; dispatch a wider dtype, or say with jax.custom_vjp what "
+                    "the gradient is"
+                )
+        moved = to.bind(
             *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
         )
         for i, cotangent in zip(live, moved, strict=True):
@@ -348,9 +359,22 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
 # Batching --------------------------------------------------------------------
 
 
+def _one_more(a: jax.Array, dim: int) -> list[tuple[int, int, int]]:
+    """Padding for lax.pad that adds one element at the end of `dim`."""
+    return [(0, int(axis == dim), 0) for axis in range(a.ndim)]
+
+
 def _each_element(primitive: Primitive, args, dims, **params):
     """One collective for each element of the batch: its routing differs."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    if size == 0:
+        # Nothing to send; one blank element shows what the results look like.
+        args = [
+            a if d is None else lax.pad(a, jnp.zeros((), a.dtype), _one_more(a, d))
+            for a, d in zip(args, dims, strict=True)
+        ]
+        outputs, out_dims = _each_element(primitive, args, dims, **params)
+        return [out[:0] for out in outputs], out_dims
     elements = [
         primitive.bind(
             *(

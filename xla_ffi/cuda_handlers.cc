@@ -164,6 +164,11 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   const ffi::ErrorOr<RowParams> params =
       Rows(*site, ordinal, routes, in, out, /*capacity_is_out=*/false);
   if (params.has_error()) return params.error();
+  for (int32_t i = 0; i < params->num_leaves; ++i) {
+    if (params->leaves[i].element == Element::kNone) {
+      return Invalid("jax_ep combine: a leaf's dtype cannot be summed");
+    }
+  }
   return Launched("combine", LaunchCombine(*params, stream));
 }
 

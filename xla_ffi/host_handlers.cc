@@ -232,6 +232,11 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
       cpu::RowBuffers{.routes = routes.typed_data(),
                       .num_recv = nullptr,
                       .leaves = Leaves(in, out, /*capacity_is_out=*/false)});
+  for (const cpu::Leaf& leaf : buffers->leaves) {
+    if (leaf.element == Element::kNone) {
+      return Failed("jax_ep combine: a leaf's dtype cannot be summed");
+    }
+  }
   return Meet(site, run, ordinal, std::move(buffers),
               [&](std::shared_ptr<cpu::Meeting> meeting) {
                 RunParts(std::move(meeting), sizes, cpu::Combine, threads);
