@@ -1,0 +1,53 @@
+"""Sets up JAX once for all tests: 8 virtual CPU devices, or this host's GPUs.
+
+pytest --platform=cpu|cuda; without it the tests run on GPUs where JAX finds
+some and on the CPU where it does not.
+"""
+
+import jax
+import pytest
+
+NUM_CPU_DEVICES = 8
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--platform",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="where the tests run (default: cuda where JAX finds a GPU)",
+    )
+
+
+def pytest_configure(config):
+    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+    wanted = config.getoption("--platform")
+    if wanted is not None:
+        jax.config.update("jax_platforms", "cpu" if wanted == "cpu" else "cuda,cpu")
+    config.jax_ep_platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if wanted not in (None, config.jax_ep_platform):
+        raise pytest.UsageError(f"--platform={wanted}, but JAX finds no such device")
+
+
+def pytest_report_header(config):
+    return (
+        f"jax {jax.__version__}, {jax.device_count()} {config.jax_ep_platform} devices"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    found = jax.device_count() if config.jax_ep_platform == "cuda" else 0
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
+        if count > found:
+            reason = f"needs {count} NVIDIA GPUs; this run has {found}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def platform(request):
+    """ "cpu" or "cuda": what the tests of this run use."""
+    return request.config.jax_ep_platform

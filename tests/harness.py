@@ -1,0 +1,283 @@
+"""Runs operations on R ranks of this machine and returns NumPy arrays.
+
+What an operation writes was poisoned first: every output takes over the memory
+of a donated array full of NaN, and the host's allocator hands out 0x7f bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+import payloads
+import pytest
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+ON_GPU = jax.default_backend() == "gpu"
+# What this machine runs; the names are Communicator's.
+BACKENDS = ("cuda", "xla") if ON_GPU else ("cpu", "xla")
+
+PLAN_FIELDS = (
+    "num_recv",
+    "num_demand",
+    "overflow",
+    "recv_counts",
+    "recv_topk_idx",
+    "recv_src",
+    "expert_counts",
+    "group_sizes",
+)
+
+on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def most_ranks() -> int:
+    """The largest of cases.RANKS that this machine has devices for."""
+    return max(r for r in cases.RANKS if r <= jax.device_count())
+
+
+def _combinations():
+    """Every case on every backend and rank count, with one economy.
+
+    Plain JAX takes seconds to compile and does not depend on the rank count:
+    cases that need a program of their own run there on the most ranks and 3.
+    """
+    programs = set()
+    for case in cases.CASES:
+        shape = (case.tokens, case.top_k, case.experts, case.capacity)
+        shares = shape in programs or case is cases.CASES[0]
+        programs.add(shape)
+        for backend in BACKENDS:
+            for ranks in cases.RANKS:
+                if backend != "xla" or shares or ranks in (3, most_ranks()):
+                    yield pytest.param(
+                        backend, case, ranks, id=f"{backend}-{case}-{ranks}"
+                    )
+
+
+on_each_combination = pytest.mark.parametrize(
+    ("backend", "case", "ranks"), list(_combinations())
+)
+
+
+def mesh(ranks: int) -> Mesh:
+    """A mesh of one axis "ep"; skips where there are too few devices."""
+    found = jax.device_count()
+    if ranks > found:
+        pytest.skip(f"needs {ranks} devices; this machine has {found}")
+    return jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks])
+
+
+def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
+    """One communicator for each (backend, ranks), kept for all tests."""
+    return _communicator(mesh(ranks), backend)
+
+
+@functools.cache
+def _communicator(over: Mesh, backend: str) -> jax_ep.Communicator:
+    return jax_ep.Communicator(over, "ep", backend=backend)
+
+
+class Program:
+    """`body(comm, *shards)` on every rank, under jit(shard_map).
+
+    Arguments and results are pytrees of arrays stacked over ranks, [R, ...].
+    """
+
+    def __init__(self, body: Callable, comm: jax_ep.Communicator):
+        """Compiles nothing yet: the first call does."""
+        spec = P(comm.axis_name)
+
+        def shard(args):
+            args = jax.tree.map(lambda a: a[0], args)
+            return jax.tree.map(lambda a: a[None], body(comm, *args))
+
+        mapped = jax.shard_map(shard, mesh=comm.mesh, in_specs=spec, out_specs=spec)
+        # Most of these tests' time is XLA's; plain JAX compiles slowest.
+        quick = comm.backend == "xla" and not ON_GPU
+        options = {"xla_backend_optimization_level": 0} if quick else None
+        self.jitted = jax.jit(mapped, compiler_options=options)
+        self._inner = jax.jit(mapped)
+        self._over_poison = jax.jit(
+            lambda args, poison: self._inner(args),
+            donate_argnums=1,
+            keep_unused=True,
+            compiler_options=options,
+        )
+        self._sharding = NamedSharding(comm.mesh, spec)
+
+    def put(self, *args):
+        """Puts stacked arrays on the ranks' devices, for `launch`."""
+        return jax.device_put(args, self._sharding)
+
+    def launch(self, args):
+        """Starts one run and returns its device arrays, waiting for nothing."""
+        return self.jitted(args)
+
+    def __call__(self, *args):
+        """Runs over poisoned memory; NumPy arrays in, NumPy arrays out."""
+        with perturbed_allocator():
+            args = self.put(*args)
+            outputs = self._over_poison(args, self._poison(args))
+            return jax.tree.map(np.asarray, outputs)
+
+    def _poison(self, args):
+        # may_alias=False: memory lent by NumPy would not be written over.
+        return jax.tree.map(
+            lambda out: jax.device_put(
+                payloads.poison(out.shape, out.dtype),
+                self._sharding,
+                may_alias=False,
+            ),
+            self._inner.eval_shape(args),
+        )
+
+
+@contextlib.contextmanager
+def perturbed_allocator():
+    """Lets glibc fill what it hands out with 0x7f; other libcs do nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    m_perturb, filled_with_complement = -6, 0x80
+    mallopt(m_perturb, filled_with_complement)
+    try:
+        yield
+    finally:
+        mallopt(m_perturb, 0)
+
+
+def plan_fields(plan: jax_ep.Plan) -> dict[str, jax.Array]:
+    """The public array fields by name."""
+    return {name: getattr(plan, name) for name in PLAN_FIELDS}
+
+
+def delayed(x: jax.Array, steps: jax.Array, zero: jax.Array) -> jax.Array:
+    """`x`, bit for bit, after this rank has worked for a while on it.
+
+    The work is part of the program: it starts when `x` is there and whoever
+    reads the result waits for it.
+
+    Args:
+      x: an array of 2- or 4-byte elements, not empty.
+      steps: i32[], rounds of work; may differ from rank to rank.
+      zero: i32[] that is 0 at run time, which XLA cannot know.
+    """
+    unsigned = f"uint{8 * x.dtype.itemsize}"
+    bits = lax.bitcast_convert_type(x, unsigned)
+    field = jnp.full((4096,), bits.ravel()[0].astype(jnp.uint32))
+    field = lax.fori_loop(
+        0, steps, lambda _, f: f * jnp.uint32(1664525) + (f >> 7), field
+    )
+    nothing = field.max().astype(jnp.int32) & zero
+    return lax.bitcast_convert_type(bits + nothing.astype(unsigned), x.dtype)
+
+
+# The program that every routing case runs
+
+
+ROWS = {
+    "bfloat16[9]": ((9,), ml_dtypes.bfloat16),
+    "float32[]": ((), np.float32),
+    "uint8[3,7]": ((3, 7), np.uint8),
+}
+SUMS = {
+    "bfloat16[9]": ((9,), ml_dtypes.bfloat16),
+    "float32[2,2]": ((2, 2), np.float32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """What one case left on all ranks, [R, ...] each, beside its inputs.
+
+    Attributes:
+      right: the oracle's plan.
+      plan: Plan's public fields by name.
+      x: what was dispatched, by leaf.
+      received: dispatch(x).
+      y: what was combined, by leaf; NaN in rows that were never sent.
+      combined: combine(y).
+    """
+
+    right: oracle.Oracle
+    plan: dict[str, np.ndarray]
+    x: dict[str, np.ndarray]
+    received: dict[str, np.ndarray]
+    y: dict[str, np.ndarray]
+    combined: dict[str, np.ndarray]
+
+
+@functools.cache
+def run_case(case: cases.Case, backend: str, ranks: int) -> CaseResult:
+    """Runs plan, dispatch and combine of a case, once for all tests."""
+    routing = case.routing(ranks)
+    right = oracle.plan(
+        routing.topk_idx,
+        routing.num_experts,
+        routing.capacity,
+        routing.expert_alignment,
+    )
+    tokens = routing.topk_idx.shape[1]
+    x = {
+        name: payloads.payload((ranks, tokens, *shape), dtype)
+        for name, (shape, dtype) in ROWS.items()
+    }
+    y = {
+        name: payloads.poison_tail(
+            payloads.numbers((ranks, routing.capacity, *shape), dtype),
+            right.fields["num_recv"],
+        )
+        for name, (shape, dtype) in SUMS.items()
+    }
+    program = case_program(
+        communicator(backend, ranks),
+        routing.num_experts,
+        routing.capacity,
+        routing.expert_alignment,
+    )
+    plan, received, combined = program(routing.topk_idx, x, y)
+    return CaseResult(right, plan, x, received, y, combined)
+
+
+@functools.cache
+def case_program(
+    comm: jax_ep.Communicator,
+    num_experts: int,
+    capacity: int,
+    expert_alignment: int = 1,
+) -> Program:
+    """(topk_idx, x, y) -> (plan fields, dispatch(x), combine(y))."""
+
+    def body(comm, topk_idx, x, y):
+        plan = jax_ep.make_plan(
+            topk_idx,
+            comm=comm,
+            num_experts=num_experts,
+            capacity=capacity,
+            expert_alignment=expert_alignment,
+        )
+        return (
+            plan_fields(plan),
+            jax_ep.dispatch(x, plan),
+            jax_ep.combine(y, plan),
+        )
+
+    return Program(body, comm)
+
+
+def run(body: Callable, comm: jax_ep.Communicator, *args: Any) -> Any:
+    """Program(body, comm)(*args), for a program that runs once."""
+    return Program(body, comm)(*args)
