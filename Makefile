@@ -99,19 +99,19 @@ $(DEPENDENCIES): requirements/test.txt
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment; Debian and Ubuntu" \
 	    "have it in the package python3-venv" >&2; exit 1; }
-	$(PIP) install -r requirements/test.txt
-	$(if $(JAX),$(PIP) install jax==$(JAX) jaxlib==$(JAX))
+	$(PIP) install --no-compile -r requirements/test.txt
+	$(if $(JAX),$(PIP) install --no-compile jax==$(JAX) jaxlib==$(JAX))
 	@touch $@
 
 # Editable: Python sources are used where they are, and the native modules are
 # built again when one of their sources is newer than the stamp.
 $(VENV)/.installed: $(DEPENDENCIES) pyproject.toml $(NATIVE) \
 	$(if $(EDITABLE),,$(call sources,jax_ep,-name '*.py'))
-	$(PIP) install $(EDITABLE) '.[$(EXTRAS)]'
+	$(PIP) install --no-compile $(EDITABLE) '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.lint: $(DEPENDENCIES) requirements/lint.txt Makefile
-	$(PIP) install -r requirements/lint.txt
+	$(PIP) install --no-compile -r requirements/lint.txt
 	@if command -v npm >/dev/null; then \
 	  echo "npm install @bazel/buildifier@$(BUILDIFIER_VERSION)"; \
 	  npm install --silent --no-save --no-package-lock --prefix $(VENV) \
