@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "cc/self_test.h"
@@ -157,8 +158,12 @@ std::string SelfTest(int ordinal) {
   cudaError_t status = cudaSetDevice(ordinal);
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
-  for (const void* kernel :
-       {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress()}) {
+  std::vector<const void*> kernels = ExpertRowsKernelAddresses();
+  kernels.insert(kernels.end(),
+                 {PlanKernelAddress(), DispatchKernelAddress(),
+                  CombineKernelAddress(), PermuteKernelAddress(),
+                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     status = cudaFuncGetAttributes(&attributes, kernel);
     if (status == cudaSuccess) continue;

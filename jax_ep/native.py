@@ -39,6 +39,11 @@ def plan_workspace_size(*, num_tokens: int, num_ranks: int, num_experts: int) ->
     return _load("_host").plan_workspace_size(num_tokens, num_ranks, num_experts)
 
 
+def expert_rows_workspace_size(*, num_pairs: int, local_experts: int) -> int:
+    """int32 elements of scratch that expert_rows asks XLA for."""
+    return _load("_host").expert_rows_workspace_size(num_pairs, local_experts)
+
+
 @functools.cache
 def _load(name: str) -> types.ModuleType:
     try:

@@ -21,25 +21,19 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
+from jax_ep.primitive_rules import (
+    MAX_LEAVES,
+    SUMMABLE,
+    define,
+    each_element,
+    make_varying,
+    varying,
+    zero_tangent,
+)
 
 if TYPE_CHECKING:
     from jax_ep.communicator import Communicator
     from jax_ep.plan import Plan
-
-# Leaves that one launch carries: kMaxLeaves in cc/layout.h.
-_MAX_LEAVES = 16
-
-SUMMABLE = frozenset(
-    jnp.dtype(name)
-    for name in (
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    )
-)
 
 _PLAN_FIELDS = (
     "_routes",
@@ -66,9 +60,9 @@ def plan(
     expert_alignment: int,
 ) -> dict[str, jax.Array]:
     """Binds ep_plan; returns Plan's array fields by name."""
-    axes = _varying(topk_idx) | {comm.axis_name}
+    axes = varying(topk_idx) | {comm.axis_name}
     outputs = plan_p.bind(
-        _make_varying(topk_idx, axes),
+        make_varying(topk_idx, axes),
         comm=comm,
         num_experts=num_experts,
         capacity=capacity,
@@ -90,12 +84,12 @@ def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
     routing = (plan._routes, plan.num_recv, plan.recv_src)
     axes = functools.reduce(
-        frozenset.union, map(_varying, routing), frozenset({plan.comm.axis_name})
+        frozenset.union, map(varying, routing), frozenset({plan.comm.axis_name})
     )
-    routing = tuple(_make_varying(a, axes) for a in routing)
+    routing = tuple(make_varying(a, axes) for a in routing)
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
-    leaves = [_make_varying(leaf, axes | _varying(leaf)) for leaf in leaves]
+    leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
     # Rows of no elements stay at home: XLA's GPU compiler does not survive an
     # empty result beside others.
     rows = plan.capacity if primitive is dispatch_p else plan.num_tokens
@@ -106,8 +100,8 @@ def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
         for leaf in leaves
     ]
     moving = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:])]
-    for start in range(0, len(moving), _MAX_LEAVES):
-        batch = moving[start : start + _MAX_LEAVES]
+    for start in range(0, len(moving), MAX_LEAVES):
+        batch = moving[start : start + MAX_LEAVES]
         moved = primitive.bind(
             *routing,
             *(leaves[i] for i in batch),
@@ -118,21 +112,6 @@ def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
         for i, output in zip(batch, moved, strict=True):
             outputs[i] = output
     return outputs
-
-
-# Varying manual axes ---------------------------------------------------------
-
-
-def _varying(x: Any) -> frozenset[str]:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def _make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Casts x to vary over `axes`; nothing to do where check_vma is off."""
-    missing = tuple(sorted(axes - _varying(x)))
-    if not missing or not _varying(lax.axis_index(missing)):
-        return x
-    return lax.pcast(x, missing, to="varying")
 
 
 # Abstract evaluation ---------------------------------------------------------
@@ -310,15 +289,11 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
 # Differentiation: leaves are linear, routing operands are integers -----------
 
 
-def _zero_tangent(x: jax.Array) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
-
-
 def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     outputs = primitive.bind(*primals, **params)
     leaf_tangents = tangents[_NUM_ROUTING:]
     live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
-    result: list[Any] = [_zero_tangent(out) for out in outputs]
+    result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = primitive.bind(
             *primals[:_NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
@@ -359,38 +334,9 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
 # Batching --------------------------------------------------------------------
 
 
-def _one_more(a: jax.Array, dim: int) -> list[tuple[int, int, int]]:
-    """Padding for lax.pad that adds one element at the end of `dim`."""
-    return [(0, int(axis == dim), 0) for axis in range(a.ndim)]
-
-
-def _each_element(primitive: Primitive, args, dims, **params):
-    """One collective for each element of the batch: its routing differs."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if size == 0:
-        # Nothing to send; one blank element shows what the results look like.
-        args = [
-            a if d is None else lax.pad(a, jnp.zeros((), a.dtype), _one_more(a, d))
-            for a, d in zip(args, dims, strict=True)
-        ]
-        outputs, out_dims = _each_element(primitive, args, dims, **params)
-        return [out[:0] for out in outputs], out_dims
-    elements = [
-        primitive.bind(
-            *(
-                a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
-                for a, d in zip(args, dims, strict=True)
-            ),
-            **params,
-        )
-        for i in range(size)
-    ]
-    return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
-
-
 def _rows_batch(primitive: Primitive, args, dims, **params):
     if any(d is not None for d in dims[:_NUM_ROUTING]):
-        return _each_element(primitive, args, dims, **params)
+        return each_element(primitive, args, dims, **params)
     # One routing for the whole batch: the batch becomes part of the row.
     leaves = [
         leaf if d is None else jnp.moveaxis(leaf, d, 1)
@@ -401,19 +347,11 @@ def _rows_batch(primitive: Primitive, args, dims, **params):
 
 
 # Definitions -----------------------------------------------------------------
-
-
-def _define(name: str, abstract_eval, lowering) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract_eval)
-    # Not cacheable: every call gets a channel of its own.
-    mlir.register_lowering(primitive, lowering, cacheable=False)
-    return primitive
+# Not cacheable: every call gets a channel of its own.
 
 
 def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
-    primitive = _define(name, _rows_abstract_eval(rows_of), lowering)
+    primitive = define(name, _rows_abstract_eval(rows_of), lowering, cacheable=False)
     ad.primitive_jvps[primitive] = functools.partial(_rows_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_rows_transpose, other)
     batching.primitive_batchers[primitive] = functools.partial(_rows_batch, primitive)
@@ -423,12 +361,12 @@ def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
 def _plan_jvp(primals, tangents, **params):
     del tangents  # integers in, integers out
     outputs = plan_p.bind(*primals, **params)
-    return outputs, [_zero_tangent(out) for out in outputs]
+    return outputs, [zero_tangent(out) for out in outputs]
 
 
-plan_p = _define("ep_plan", _plan_abstract_eval, _plan_lowering)
+plan_p = define("ep_plan", _plan_abstract_eval, _plan_lowering, cacheable=False)
 ad.primitive_jvps[plan_p] = _plan_jvp
-batching.primitive_batchers[plan_p] = functools.partial(_each_element, plan_p)
+batching.primitive_batchers[plan_p] = functools.partial(each_element, plan_p)
 dispatch_p = _define_rows(
     "ep_dispatch", lambda p: p["capacity"], _dispatch_lowering, lambda: combine_p
 )

@@ -1,7 +1,7 @@
-"""plan, dispatch and combine in plain JAX collectives.
+"""All operations in plain JAX.
 
-Runs wherever JAX runs and is what the native backends are tested against. It
-gathers every row to every rank: right, not fast.
+Runs wherever JAX runs and is what the native backends are tested against.
+dispatch and combine gather every row to every rank: right, not fast.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ def combine(
             .reshape(num_ranks, num_tokens, *bits.shape[1:])
         )
         terms = lax.all_to_all(home, axis_name, split_axis=0, concat_axis=0)
-        results.append(_sum_in_rank_order(_from_bits(terms, y.dtype), routed))
+        terms = _from_bits(terms, y.dtype)
+        results.append(_sum_in_order(terms, routed, y.dtype))
     return results
 
 
-def _sum_in_rank_order(terms, routed):
-    """Sums terms[r, t] over the ranks in routed[t, r], from the first on."""
-    dtype = terms.dtype
+def _sum_in_order(terms, routed, dtype):
+    """Sums terms[r, t] over the r in routed[t, r], from the first on."""
     wide = jnp.promote_types(dtype, jnp.float32)
     total = jnp.zeros(terms.shape[1:], wide)
     begun = jnp.zeros(terms.shape[1:2] + (1,) * (terms.ndim - 2), jnp.bool_)
@@ -171,3 +171,90 @@ def _sum_in_rank_order(terms, routed):
         begun = begun | present
     # The barrier keeps XLA from carrying excess precision past the rounding.
     return lax.optimization_barrier(total.astype(dtype))
+
+
+def expert_rows(
+    recv_topk_idx: jax.Array,
+    *,
+    local_experts: int,
+    expert_alignment: int,
+    expert_capacity: int,
+) -> list[jax.Array]:
+    """ep_expert_rows: the place of each (row, k) pair, and the empty ranges."""
+    expert = recv_topk_idx.ravel()
+    expert = jnp.where(
+        (expert >= 0) & (expert < local_experts), expert, local_experts
+    )
+    counts = jnp.zeros((local_experts,), jnp.int32).at[expert].add(1, mode="drop")
+    sizes = -(-counts // expert_alignment) * expert_alignment
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    # Sorted by expert, a pair's place is its index plus the pads before it.
+    pads = ends - sizes - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
+    order = jnp.argsort(expert, stable=True)
+    ordered = expert[order]
+    place = jnp.arange(expert.size, dtype=jnp.int32) + jnp.append(pads, 0)[ordered]
+    kept = (ordered < local_experts) & (place < expert_capacity)
+    rows = jnp.zeros_like(expert).at[order].set(jnp.where(kept, place, -1))
+    begins = jnp.append(ends - sizes + counts, ends[-1])
+    ranges = jnp.stack([begins, jnp.append(ends, expert_capacity)], axis=1)
+    ranges = jnp.minimum(ranges, expert_capacity)
+    return [rows.reshape(recv_topk_idx.shape), ranges.astype(jnp.int32)]
+
+
+def permute(expert_rows, weights, *leaves, expert_capacity: int):
+    """ep_permute: every row to its places, times its weights unless None."""
+    num_rows, top_k = expert_rows.shape
+    places = jnp.where(expert_rows < 0, expert_capacity, expert_rows).ravel()
+    pair = (
+        jnp.full((expert_capacity,), -1, jnp.int32)
+        .at[places]
+        .set(jnp.arange(num_rows * top_k, dtype=jnp.int32), mode="drop")
+    )
+    row = jnp.where(pair < 0, -1, pair // top_k)
+    results = []
+    for x in leaves:
+        moved = _take_rows(x, row, 0)
+        if weights is not None:
+            scale = _take_rows(weights.ravel(), pair, 0)
+            moved = _scaled(moved, scale, pair >= 0).astype(x.dtype)
+        results.append(moved)
+    return results
+
+
+def unpermute(expert_rows, weights, *leaves):
+    """ep_unpermute: the sum over k of what stands in the places of each row."""
+    results = []
+    for f in leaves:
+        terms = [_take_rows(f, place, 0) for place in expert_rows.T]
+        if weights is not None:
+            terms = [
+                _scaled(term, scale, place >= 0)
+                for term, scale, place in zip(
+                    terms, weights.T, expert_rows.T, strict=True
+                )
+            ]
+        results.append(_sum_in_order(jnp.stack(terms), expert_rows >= 0, f.dtype))
+    return results
+
+
+def row_dots(expert_rows, *leaves, dtype):
+    """ep_row_dots: products of the rows with what stands in their places."""
+    half = len(leaves) // 2
+    total = jnp.zeros(expert_rows.shape, dtype)
+    for x, f in zip(leaves[:half], leaves[half:], strict=True):
+        axes = tuple(range(1, x.ndim))
+        dots = [
+            (x.astype(dtype) * _take_rows(f, place, 0).astype(dtype)).sum(axes)
+            for place in expert_rows.T
+        ]
+        # What stands in no place may be anything, the row's own NaN included.
+        total += jnp.where(expert_rows >= 0, jnp.stack(dots, axis=1), 0)
+    return [total]
+
+
+def _scaled(rows, scale, present):
+    """rows[i] * scale[i] in the dtype of sums, 0 where not present."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    shape = (-1, *(1,) * (rows.ndim - 1))
+    scaled = rows.astype(wide) * scale.astype(wide).reshape(shape)
+    return jnp.where(present.reshape(shape), scaled, 0)

@@ -25,6 +25,13 @@ inline nanobind::dict Handler(XLA_FFI_Handler* instantiate,
   return stages;
 }
 
+// A handler without state.
+inline nanobind::dict Handler(XLA_FFI_Handler* execute) {
+  nanobind::dict stages;
+  stages["execute"] = nanobind::capsule(reinterpret_cast<void*>(execute));
+  return stages;
+}
+
 inline nanobind::dict Type(XLA_FFI_TypeId* id, const XLA_FFI_TypeInfo* info) {
   nanobind::dict type;
   type["type_id"] = nanobind::capsule(static_cast<void*>(id));

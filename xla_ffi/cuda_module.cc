@@ -18,6 +18,7 @@
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
+#include "xla_ffi/cuda_expert_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/registry.h"
 
@@ -31,6 +32,10 @@ nb::dict Handlers() {
   handlers["jax_ep_plan"] = Handler(EpInstantiate, EpPlan);
   handlers["jax_ep_dispatch"] = Handler(EpInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
+  handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
+  handlers["jax_ep_permute"] = Handler(EpPermute);
+  handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
+  handlers["jax_ep_row_dots"] = Handler(EpRowDots);
   return handlers;
 }
 

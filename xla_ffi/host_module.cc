@@ -5,11 +5,13 @@
 #include <utility>
 #include <vector>
 
+#include "cc/expert_layout.h"
 #include "cc/layout.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
+#include "xla_ffi/host_expert_handlers.h"
 #include "xla_ffi/host_handlers.h"
 #include "xla_ffi/registry.h"
 
@@ -23,6 +25,10 @@ nb::dict Handlers() {
   handlers["jax_ep_plan"] = Handler(EpPlanInstantiate, EpPlan);
   handlers["jax_ep_dispatch"] = Handler(EpDispatchInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpCombineInstantiate, EpCombine);
+  handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
+  handlers["jax_ep_permute"] = Handler(EpPermute);
+  handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
+  handlers["jax_ep_row_dots"] = Handler(EpRowDots);
   return handlers;
 }
 
@@ -53,6 +59,8 @@ NB_MODULE(_host, m) {
         nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"));
   m.def("release_communicator",
         [](int64_t id) { Registry<HostCommunicator>::Get().Remove(id); });
+  m.def("expert_rows_workspace_size", &ExpertRowsWorkspaceSize,
+        nb::arg("num_pairs"), nb::arg("local_experts"));
   m.def("plan_workspace_size",
         [](int64_t num_tokens, int32_t num_ranks, int32_t num_experts) {
           return PlanWorkspace(num_tokens, num_ranks, num_experts).size;
