@@ -53,10 +53,8 @@ NB_MODULE(_host, m) {
         nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"));
   m.def("release_communicator",
         [](int64_t id) { Registry<HostCommunicator>::Get().Remove(id); });
-  m.def("plan_workspace_size",
-        [](int64_t num_tokens, int32_t num_ranks, int32_t num_experts) {
-          return PlanWorkspace(num_tokens, num_ranks, num_experts).size;
-        });
+  m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),
+        nb::arg("num_experts"));
 }
 
 }  // namespace
