@@ -34,6 +34,7 @@ struct Gpu {
   cudaStream_t stream;
   cudaEvent_t start, stop;
   char* memory;  // source, inbox, local
+  uint64_t words;
   uint32_t* flags;
   uint32_t* timed_out;
   unsigned long long* wrong;
@@ -190,9 +191,7 @@ bool Open(Bench* b, int count, const int* devices, uint64_t bytes,
     CB_TRY(cudaMemset(g.flags, 0, kMaxGpus * 128));
     CB_TRY(cudaMemset(g.timed_out, 0, 16));
     g.wrong = reinterpret_cast<unsigned long long*>(g.timed_out + 2);
-    FillKernel<<<256, 256, 0, g.stream>>>(reinterpret_cast<uint32_t*>(g.memory),
-                                          n * (peers + 2) / 4, 977u * (r + 1));
-    CB_TRY(cudaGetLastError());
+    g.words = n * (peers + 2) / 4;
     CB_TRY(cudaDeviceSynchronize());
     cudaFuncAttributes unused;  // asking for them loads the kernel
     CB_TRY(cudaFuncGetAttributes(&unused, GateKernel));
@@ -224,7 +223,7 @@ bool Check(Bench* b, Kind kind, int64_t* wrong) {
   for (Gpu& g : b->gpus) {
     unsigned long long count = 0;
     CB_TRY(cudaSetDevice(g.device));
-    CB_TRY(cudaMemset(g.wrong, 0, 8));
+    CB_TRY(cudaMemsetAsync(g.wrong, 0, 8, g.stream));
     CheckKernel<<<256, 256, 0, g.stream>>>(g.copy, kind == kSum,
                                            kind == kStoreLocal, g.wrong);
     CB_TRY(cudaGetLastError());
@@ -251,14 +250,26 @@ void Close(Bench* b) {
   delete b;
 }
 
-// Loads the kernel on every GPU by running it once, ungated: copies wait for
-// nobody. The kernels that do wait were loaded by Open.
-bool LoadCopies(Bench* b, Kind kind, int variant, int num_sms) {
+// Fills all memory with new values, so that what an earlier run wrote cannot
+// pass for this one's, then loads the kernel on every GPU by running it once,
+// ungated: copies wait for nobody. Open loaded the kernels that do wait.
+bool Prepare(Bench* b, Kind kind, int variant, int num_sms) {
   if (kind > kSum) return true;
+  for (Gpu& g : b->gpus) {
+    CB_TRY(cudaSetDevice(g.device));
+    FillKernel<<<256, 256, 0, g.stream>>>(reinterpret_cast<uint32_t*>(g.memory),
+                                          g.words,
+                                          977u * (b->turn + g.device + 1));
+    CB_TRY(cudaGetLastError());
+    CB_TRY(cudaStreamSynchronize(g.stream));
+  }
   for (Gpu& g : b->gpus) {
     CB_TRY(cudaSetDevice(g.device));
     Launch(g, kind, variant, num_sms, 0);
     CB_TRY(cudaGetLastError());
+  }
+  for (Gpu& g : b->gpus) {
+    CB_TRY(cudaSetDevice(g.device));
     CB_TRY(cudaStreamSynchronize(g.stream));
   }
   return true;
@@ -314,7 +325,7 @@ int CopyBenchRun(void* bench, int kind, int variant, int num_sms, int launches,
   KeepDevice keep;
   Bench* b = static_cast<Bench*>(bench);
   const Kind k = static_cast<Kind>(kind);
-  if (!LoadCopies(b, k, variant, num_sms)) return 0;
+  if (!Prepare(b, k, variant, num_sms)) return 0;
   for (int i = -1; i < reps; ++i) {  // the first one is not kept
     float t;
     if (!RunOnce(b, k, variant, num_sms, launches, &t)) return 0;

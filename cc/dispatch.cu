@@ -1,15 +1,22 @@
 // dispatch: every rank stores its rows straight into its peers' buffers.
 //
-// Launch: view.num_sms blocks of kRowThreads.
-// Roles:  block 0 publishes the addresses of this rank's outputs; all blocks
-//         zero the empty slots of this rank (before they wait), then move
-//         items; the last block closes with the peers.
+// Launch: view.num_sms blocks of kRowThreads; kBulkSharedBytes of dynamic
+//         shared memory where view.has_bulk.
+// Roles:  block 0 publishes the addresses of this rank's outputs. Of the
+//         blocks, one share moves the rows that stay on this rank and R shares
+//         move those that go to peers: local rows cost as much memory traffic
+//         as remote ones and must not take turns with the link. Of the warps,
+//         the first kBulkWarps move rows by bulk copies through shared memory;
+//         the others zero the empty slots, then move what bulk copies cannot.
+//         The last block closes with the peers.
 // Reads:  params.routes, num_recv, leaves[].in. Writes: leaves[].out of this
-//         rank (empty slots) and of the peers (rows).
+//         rank (empty slots, local rows) and of the peers (rows).
 // Order:  publish (release) -> the peers' WaitReady (acquire) -> their stores
-//         -> their CloseWithPeers (release) -> ours (acquire).
+//         -> their CloseWithPeers (release) -> ours (acquire). Bulk stores are
+//         waited for and fenced before the block counts as finished.
 #include <cuda_runtime.h>
 
+#include "cc/device/bulk.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -18,9 +25,36 @@
 namespace jax_ep {
 namespace {
 
-__device__ void ZeroEmptySlots(const DispatchParams& params) {
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+constexpr int kBulkWarps = 4;
+
+// Which rows this block moves, and its number among the blocks that do so.
+struct Role {
+  bool local;
+  bool remote;
+  int32_t block;
+  int32_t blocks;
+};
+
+__device__ Role RoleOf(int32_t num_ranks) {
+  const int32_t blocks = gridDim.x;
+  const int32_t block = blockIdx.x;
+  if (num_ranks == 1 || blocks == 1) return {true, true, block, blocks};
+  const int32_t local = max(1, blocks / (num_ranks + 1));
+  if (block < local) return {true, false, block, local};
+  return {false, true, block - local, blocks - local};
+}
+
+// Lane j's route where this block moves that row, else rank -1.
+__device__ int2 RouteIn(const DispatchParams& params, const Role& role,
+                        int64_t token) {
+  int2 route = RouteOf(params, token);
+  const bool local = route.x == params.op.view.rank;
+  if (!(local ? role.local : role.remote)) route.x = -1;
+  return route;
+}
+
+__device__ void ZeroEmptySlots(const DispatchParams& params, int64_t thread,
+                               int64_t threads) {
   const int64_t filled = *params.num_recv;
   for (int32_t i = 0; i < params.num_leaves; ++i) {
     const Leaf& leaf = params.leaves[i];
@@ -38,26 +72,144 @@ __device__ void ZeroEmptySlots(const DispatchParams& params) {
   }
 }
 
-__device__ void MoveItem(const DispatchParams& params,
-                         std::byte* const* outputs, int64_t token, int32_t part,
-                         int32_t parts) {
-  const int32_t num_ranks = params.op.view.num_ranks;
-  const int2 route = RouteOf(params, token);
-  const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
-  if (targets == 0) return;
+// Moves the rows of the leaves not in `bulk_leaves` through registers.
+__device__ void MovePlain(const DispatchParams& params, const Role& role,
+                          std::byte* const* outputs, uint32_t bulk_leaves,
+                          const Workers& workers) {
   for (int32_t i = 0; i < params.num_leaves; ++i) {
+    if (bulk_leaves >> i & 1) continue;
     const Leaf& leaf = params.leaves[i];
-    const uint64_t target =
-        route.x < 0
-            ? 0
-            : reinterpret_cast<uint64_t>(outputs[i * num_ranks + route.x] +
-                                         int64_t{route.y} * leaf.row_bytes);
-    CopyRow(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
-            part, parts);
+    const int32_t parts =
+        PartsPerRow(workers, params.num_tokens, leaf.row_bytes);
+    for (int64_t item = workers.index; item < params.num_tokens * parts;
+         item += workers.count) {
+      const int64_t token = item / parts;
+      const int2 route = RouteIn(params, role, token);
+      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      if (targets == 0) continue;
+      CopyRow(leaf.in + token * leaf.row_bytes,
+              RowAt(params, outputs, i, route), targets, leaf.row_bytes,
+              static_cast<int32_t>(item % parts), parts);
+    }
   }
 }
 
-__global__ void __launch_bounds__(kRowThreads)
+#if JAX_EP_HAS_BULK
+
+constexpr int kStageBytes = 8192;
+constexpr int kStages = kBulkSharedBytes / kBulkWarps / kStageBytes;
+// Loads that a bulk warp has in flight; the other stages are being stored.
+constexpr int kLoads = kStages / 2;
+
+// A piece of a row in shared memory and where it goes.
+struct Stage {
+  uint64_t targets[kWarpSize];
+  uint32_t mask;
+  uint32_t bytes;
+  uint64_t loaded;  // mbarrier
+};
+
+// One warp's ring of stages. Pieces are loaded in turn and stored kLoads turns
+// later; lane 0 asks for all copies.
+class BulkMover {
+ public:
+  __device__ BulkMover(Stage* stages, std::byte* bytes)
+      : stages_(stages), bytes_(bytes), lane_(threadIdx.x % kWarpSize) {
+    if (lane_ == 0) {
+      for (int i = 0; i < kStages; ++i) {
+        bulk::InitBarrier(&stages_[i].loaded, 1);
+      }
+      bulk::FenceBarrierInit();
+    }
+    __syncwarp();
+  }
+
+  // Moves `bytes` from `in` to the rows of all lanes in `mask`.
+  __device__ void Move(const std::byte* in, uint32_t bytes, uint64_t target,
+                       uint32_t mask) {
+    Stage& stage = stages_[turn_ % kStages];
+    if (lane_ == 0) {
+      // The piece that was here kStages turns ago has left shared memory.
+      bulk::WaitStoresRead<kStages - kLoads - 1>();
+      stage.mask = mask;
+      stage.bytes = bytes;
+      bulk::ArriveExpecting(&stage.loaded, bytes);
+      bulk::Load(bytes_ + turn_ % kStages * kStageBytes, in, bytes,
+                 &stage.loaded);
+    }
+    stage.targets[lane_] = target;
+    __syncwarp();
+    if (turn_ >= kLoads) StorePiece(turn_ - kLoads);
+    ++turn_;
+  }
+
+  // Stores what is left and waits until all rows have landed.
+  __device__ void Finish() {
+    for (uint32_t t = turn_ < kLoads ? 0 : turn_ - kLoads; t < turn_; ++t) {
+      StorePiece(t);
+    }
+    if (lane_ == 0) {
+      bulk::WaitStores();
+      bulk::FenceProxy();
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ void StorePiece(uint32_t turn) {
+    if (lane_ == 0) {
+      Stage& stage = stages_[turn % kStages];
+      bulk::WaitBarrier(&stage.loaded, turn / kStages & 1);
+      for (uint32_t left = stage.mask; left != 0; left &= left - 1) {
+        bulk::Store(reinterpret_cast<void*>(stage.targets[__ffs(left) - 1]),
+                    bytes_ + turn % kStages * kStageBytes, stage.bytes);
+      }
+      bulk::CommitStores();
+    }
+    __syncwarp();
+  }
+
+  Stage* stages_;
+  std::byte* bytes_;
+  int32_t lane_;
+  uint32_t turn_ = 0;
+};
+
+__device__ void MoveBulk(const DispatchParams& params, const Role& role,
+                         std::byte* const* outputs, uint32_t bulk_leaves,
+                         const Workers& workers, BulkMover& mover) {
+  for (int32_t i = 0; i < params.num_leaves; ++i) {
+    if (!(bulk_leaves >> i & 1)) continue;
+    const Leaf& leaf = params.leaves[i];
+    const int64_t pieces = (leaf.row_bytes + kStageBytes - 1) / kStageBytes;
+    const int64_t piece_bytes =
+        (leaf.row_bytes + pieces * 16 - 1) / (pieces * 16) * 16;
+    const int64_t items = params.num_tokens * pieces;
+    int2 next = workers.index < items
+                    ? RouteIn(params, role, workers.index / pieces)
+                    : int2{-1, -1};
+    for (int64_t item = workers.index; item < items; item += workers.count) {
+      const int2 route = next;
+      // Asked for now, needed in a turn.
+      if (item + workers.count < items) {
+        next = RouteIn(params, role, (item + workers.count) / pieces);
+      }
+      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      if (targets == 0) continue;
+      const int64_t begin = item % pieces * piece_bytes;
+      const uint64_t target = RowAt(params, outputs, i, route);
+      mover.Move(
+          leaf.in + item / pieces * leaf.row_bytes + begin,
+          static_cast<uint32_t>(min(piece_bytes, leaf.row_bytes - begin)),
+          target == 0 ? 0 : target + begin, targets);
+    }
+  }
+  mover.Finish();
+}
+
+#endif  // JAX_EP_HAS_BULK
+
+__global__ void __launch_bounds__(kRowThreads, 1)
     DispatchKernel(const __grid_constant__ DispatchParams params) {
   __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
   const Control control(params.op, "dispatch");
@@ -69,11 +221,30 @@ __global__ void __launch_bounds__(kRowThreads)
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
-  ZeroEmptySlots(params);
   WaitReady(control, outputs, params.num_leaves);
-  ForEachItem(params, [&](int64_t token, int32_t part, int32_t parts) {
-    MoveItem(params, outputs, token, part, parts);
-  });
+
+  const Role role = RoleOf(control.num_ranks());
+  const uint32_t bulk_leaves = BulkLeaves(params, outputs);
+  const int32_t warp = threadIdx.x / kWarpSize;
+  const int32_t bulk_warps = bulk_leaves != 0 ? kBulkWarps : 0;
+  if (warp < bulk_warps) {
+#if JAX_EP_HAS_BULK
+    extern __shared__ __align__(128) std::byte bulk_bytes[];
+    __shared__ Stage stages[kBulkWarps][kStages];
+    BulkMover mover(stages[warp], bulk_bytes + warp * kStages * kStageBytes);
+    MoveBulk(params, role, outputs, bulk_leaves,
+             WarpsOf(role.block, role.blocks, 0, kBulkWarps), mover);
+#endif
+  } else {
+    const int32_t threads = kRowThreads - bulk_warps * kWarpSize;
+    ZeroEmptySlots(
+        params,
+        int64_t{blockIdx.x} * threads + threadIdx.x - bulk_warps * kWarpSize,
+        int64_t{gridDim.x} * threads);
+    MovePlain(
+        params, role, outputs, bulk_leaves,
+        WarpsOf(role.block, role.blocks, bulk_warps, kRowWarps - bulk_warps));
+  }
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
     AdvanceEpoch(control);
@@ -83,7 +254,9 @@ __global__ void __launch_bounds__(kRowThreads)
 }  // namespace
 
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
-  DispatchKernel<<<params.op.view.num_sms, kRowThreads, 0, stream>>>(params);
+  DispatchKernel<<<params.op.view.num_sms, kRowThreads,
+                   params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
+      params);
   return cudaPeekAtLastError();
 }
 

@@ -21,8 +21,6 @@ inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
 inline constexpr int kMaxLeaves = 16;
-// Tokens that a plan counts as one unit: a warp's worth.
-inline constexpr int kPlanChunk = 32;
 
 // Experts that a rank owns at most: expert e lives on rank e / that number.
 JAX_EP_HOST_DEVICE constexpr int32_t LocalExperts(int32_t num_experts,
@@ -36,43 +34,28 @@ JAX_EP_HOST_DEVICE constexpr int32_t RoutesPerToken(int32_t top_k,
   return top_k < num_ranks ? top_k : num_ranks;
 }
 
-// Scratch of a plan, in int32 elements:
-//   prefix   [chunks][R]  rows that go to r from tokens before the chunk
-//   sent     [R][L]       what this rank sends to each expert
-//   received [R][L]       the same from each source, written by the source
-struct PlanWorkspace {
-  int64_t prefix;
-  int64_t sent;
-  int64_t received;
-  int64_t size;
-
-  JAX_EP_HOST_DEVICE constexpr PlanWorkspace(int64_t num_tokens,
-                                             int32_t num_ranks,
-                                             int32_t num_experts)
-      : prefix(0),
-        sent((num_tokens + kPlanChunk - 1) / kPlanChunk * num_ranks),
-        received(sent +
-                 int64_t{num_ranks} * LocalExperts(num_experts, num_ranks)),
-        size(received +
-             int64_t{num_ranks} * LocalExperts(num_experts, num_ranks)) {}
-};
+// Scratch of a plan, in int32 elements: received [R][L], what each source sends
+// to each local expert, added up there by the sources themselves.
+JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
+                                                       int32_t num_experts) {
+  return int64_t{num_ranks} * LocalExperts(num_experts, num_ranks);
+}
 
 // Control memory of one rank: kSlots control slots, one for each call site in
 // flight. Words written by peers hold (epoch << 32 | payload), so that they are
 // never reset. A slot is cut as
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
-//   planned   u64, set by block 0 of a plan for the other blocks
-//   ready     [R] records a peer publishes before rows may move
+//   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
+//             its channel, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 struct ControlLayout {
   static constexpr int64_t kSlots = 1024;
-  static constexpr int64_t kReadyBytes = 8 * (1 + kMaxLeaves);
+  static constexpr int32_t kReadyWords = 1 + 2 * kMaxLeaves;
 
   int64_t epoch;
   int64_t finished;
-  int64_t planned;
   int64_t ready;
   int64_t done;
   int64_t counts;
@@ -81,9 +64,8 @@ struct ControlLayout {
   JAX_EP_HOST_DEVICE constexpr explicit ControlLayout(int32_t num_ranks)
       : epoch(0),
         finished(4),
-        planned(8),
-        ready(16),
-        done(ready + num_ranks * kReadyBytes),
+        ready(8),
+        done(ready + int64_t{num_ranks} * kReadyWords * 8),
         counts(done + num_ranks * 8),
         slot_bytes((counts + int64_t{num_ranks} * num_ranks * 8 + 127) / 128 *
                    128) {}

@@ -35,7 +35,7 @@ struct PlanParams {
   int32_t* recv_src;        // [C]
   int32_t* expert_counts;   // [L]
   int32_t* group_sizes;     // [L]
-  int32_t* workspace;       // PlanWorkspace::size
+  int32_t* workspace;       // PlanWorkspaceSize elements
 };
 
 struct Leaf {
@@ -69,6 +69,9 @@ cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
 const void* PlanKernelAddress();
 const void* DispatchKernelAddress();
 const void* CombineKernelAddress();
+
+// Dynamic shared memory of dispatch and combine where view.has_bulk.
+inline constexpr int kBulkSharedBytes = 192 << 10;
 
 }  // namespace jax_ep
 

@@ -13,7 +13,8 @@ namespace jax_ep {
 struct PeerView {
   int32_t rank;
   int32_t num_ranks;
-  int32_t num_sms;      // blocks of a row-moving kernel
+  int32_t num_sms;  // blocks of a row-moving kernel
+  bool has_bulk;    // the GPU has bulk copies and the shared memory for them
   uint64_t timeout_ns;  // a wait for a peer ends after this
   // Control memory of each rank (cc/layout.h, ControlLayout), at addresses that
   // this rank's device can use. control[rank] is its own.

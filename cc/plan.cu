@@ -1,20 +1,19 @@
 // plan: from the experts of this rank's tokens to slots in the peers' buffers.
 //
 // Launch: some blocks of kPlanThreads, no more than view.num_sms.
-// Roles:  block 0 alone counts the rows of all tokens for each rank, tells the
-//         peers its counts and the addresses of its outputs, and sets `planned`
-//         for the other blocks. Then all blocks turn chunks of 32 tokens, a
-//         chunk to a warp, into slots, keep them as routes and write the
-//         receiver's metadata. The last block exchanges the expert counts,
-//         closes with the peers and writes the sums.
-//         One block counts because a block that waits for another of its own
-//         launch may keep that one from running; reading the ids twice is
-//         cheaper than a second launch.
+// Roles:  block 0 counts the rows of all tokens for each rank and tells the
+//         peers its counts and the addresses of its outputs. Every other block
+//         counts the tokens before its own. Then each turns its tokens into
+//         slots, keeps them as routes and writes the receiver's metadata. The
+//         last block closes with the peers and adds up the expert counts.
+//         Each block reads the ids before its own again because a block that
+//         waits for another of its launch may keep that one from running; the
+//         ids stand in the L2, and no block takes longer than block 0.
 // Reads:  params.topk_idx. Writes: all outputs of this rank; recv_topk_idx,
-//         recv_src and workspace.received of the peers.
+//         recv_src and workspace of the peers (workspace by atomic adds).
 // Order:  counts travel as words that hold their epoch and need no other order;
-//         addresses and metadata as in dispatch. `planned` (release, block 0)
-//         -> Wait (acquire, other blocks) covers workspace.prefix and .sent.
+//         addresses and metadata as in dispatch. The workspace is zeroed before
+//         its address is published.
 #include <cuda_runtime.h>
 
 #include "cc/device/rows.cuh"
@@ -26,9 +25,15 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-// Experts whose counts a block keeps in shared memory; more go to the L2.
+// Tokens that a warp takes at a time, and how many such chunks a block gets
+// where there are enough blocks.
+constexpr int kChunk = kWarpSize;
+constexpr int kChunksPerBlock = 8;
+// Experts whose counts a block keeps in shared memory; those of more go to the
+// receiver one by one.
 constexpr int kSharedExperts = 2048;
-static_assert(kPlanChunk == kWarpSize);
+// Counters of a warp: lane l counts for the ranks l, l + 32, ...
+constexpr int kCounters = kMaxRanks / kWarpSize;
 
 // Addresses that peers need: outputs written from afar.
 enum Address { kRecvTopkIdx, kRecvSrc, kReceived, kNumAddresses };
@@ -37,11 +42,10 @@ static_assert(kNumAddresses <= kMaxLeaves);
 struct Scratch {
   std::byte* peers[kNumAddresses * kMaxRanks];
   std::byte* own[kNumAddresses];
-  // Counting: rows of each warp for each rank; then the first of each warp.
   int32_t warp_rows[kPlanWarps][kMaxRanks];
-  // Rows of this rank for each rank, and the first slot of them there.
-  int32_t rows[kMaxRanks];
-  int32_t first_slot[kMaxRanks];
+  // The next slot of each rank's buffer that this block fills. Until the peers'
+  // counts are known, from the first of this rank's rows there.
+  int32_t next_slot[kMaxRanks];
   int32_t demand;
   int32_t sent[kSharedExperts];
 };
@@ -50,159 +54,162 @@ struct Planner {
   const PlanParams& params;
   const Control& control;
   Scratch& scratch;
-  PlanWorkspace workspace;
   int32_t num_ranks;
   int32_t local_experts;
-  int64_t num_chunks;
+  int32_t warp;
+  int32_t lane;
 
   __device__ Planner(const PlanParams& p, const Control& c, Scratch& s)
       : params(p),
         control(c),
         scratch(s),
-        workspace(p.num_tokens, p.op.view.num_ranks, p.num_experts),
         num_ranks(p.op.view.num_ranks),
         local_experts(LocalExperts(p.num_experts, p.op.view.num_ranks)),
-        num_chunks((p.num_tokens + kPlanChunk - 1) / kPlanChunk) {}
-
-  __device__ int32_t* Prefix(int64_t chunk) const {
-    return params.workspace + workspace.prefix + chunk * num_ranks;
-  }
-  __device__ int32_t* Sent() const { return params.workspace + workspace.sent; }
+        warp(threadIdx.x / kWarpSize),
+        lane(threadIdx.x % kWarpSize) {}
 
   __device__ bool IsExpert(int32_t id) const {
     return id >= 0 && id < params.num_experts;
   }
-
-  // Bit r is set where this lane's token of the chunk goes to rank r.
-  __device__ uint64_t RanksOf(int64_t chunk) const {
-    const int64_t token = chunk * kPlanChunk + threadIdx.x % kWarpSize;
-    uint64_t ranks = 0;
-    if (token >= params.num_tokens) return ranks;
-    const int32_t* ids = params.topk_idx + token * params.top_k;
-    if (params.top_k % 4 == 0) {
-      for (int32_t k = 0; k < params.top_k; k += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(ids + k);
-        ranks |= RankBit(four.x) | RankBit(four.y) | RankBit(four.z) |
-                 RankBit(four.w);
-      }
-    } else {
-      for (int32_t k = 0; k < params.top_k; ++k) ranks |= RankBit(ids[k]);
-    }
-    return ranks;
-  }
   __device__ uint64_t RankBit(int32_t id) const {
     return IsExpert(id) ? uint64_t{1} << (id / local_experts) : 0;
   }
-
-  __device__ void CountAndPublish() const;
+  __device__ uint64_t RanksOf(int64_t token) const;
+  __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
+  __device__ void CountTokens(int64_t end) const;
+  __device__ void Publish() const;
   __device__ void LearnSlots() const;
-  __device__ void WriteChunk(int64_t chunk) const;
+  __device__ void WriteTokens(Range chunks) const;
+  __device__ void WriteRoutes(int64_t token, uint64_t ranks) const;
   __device__ void WriteRow(int64_t token, int32_t rank, int32_t slot) const;
   __device__ void FillEmptySlots() const;
-  __device__ void FlushSent() const;
   __device__ void SendExpertCounts() const;
   __device__ void WriteTotals() const;
+  __device__ void WriteExpertCounts() const;
 };
 
-// Block 0: everything that must happen before anybody waits.
-__device__ void Planner::CountAndPublish() const {
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  for (int32_t e = threadIdx.x; e < num_ranks * local_experts;
-       e += kPlanThreads) {
-    Sent()[e] = 0;
+// Bit r is set where this token goes to rank r.
+__device__ uint64_t Planner::RanksOf(int64_t token) const {
+  uint64_t ranks = 0;
+  if (token >= params.num_tokens) return ranks;
+  const int32_t* ids = params.topk_idx + token * params.top_k;
+  if (params.top_k % 4 == 0) {
+    for (int32_t k = 0; k < params.top_k; k += 4) {
+      const int4 four = __ldg(reinterpret_cast<const int4*>(ids + k));
+      ranks |=
+          RankBit(four.x) | RankBit(four.y) | RankBit(four.z) | RankBit(four.w);
+    }
+  } else {
+    for (int32_t k = 0; k < params.top_k; ++k) ranks |= RankBit(__ldg(ids + k));
   }
-  // Neighbouring chunks to one warp: its prefixes are running counts.
-  const int64_t share = (num_chunks + kPlanWarps - 1) / kPlanWarps;
-  const int64_t begin = min(num_chunks, share * warp);
-  const int64_t end = min(num_chunks, begin + share);
-  int32_t count[kMaxRanks / kWarpSize] = {};  // of ranks lane, lane + 32
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
-    const uint64_t ranks = RanksOf(chunk);
-    int32_t* prefix = Prefix(chunk);
+  return ranks;
+}
+
+// Adds the rows of this warp's tokens to the lanes' counters.
+__device__ void Planner::AddRows(uint64_t ranks,
+                                 int32_t (&count)[kCounters]) const {
 #pragma unroll
-    for (int half = 0; half < kMaxRanks / kWarpSize; ++half) {
-      const int32_t mine = half * kWarpSize + lane;
-      if (mine < num_ranks) prefix[mine] = count[half];
-      for (int32_t r = half * kWarpSize;
-           r < min(num_ranks, (half + 1) * kWarpSize); ++r) {
-        const int32_t rows = __popc(__ballot_sync(kAllLanes, ranks >> r & 1));
-        if (mine == r) count[half] += rows;
-      }
+  for (int c = 0; c < kCounters; ++c) {
+    const int32_t first = c * kWarpSize;
+    for (int32_t r = first; r < min(num_ranks, first + kWarpSize); ++r) {
+      const int32_t rows = __popc(__ballot_sync(kAllLanes, ranks >> r & 1));
+      if (lane == r - first) count[c] += rows;
     }
-  }
-#pragma unroll
-  for (int half = 0; half < kMaxRanks / kWarpSize; ++half) {
-    scratch.warp_rows[warp][half * kWarpSize + lane] = count[half];
-  }
-  __syncthreads();
-  if (threadIdx.x < num_ranks) {
-    int32_t total = 0;
-    for (int w = 0; w < kPlanWarps; ++w) {
-      const int32_t rows = scratch.warp_rows[w][threadIdx.x];
-      scratch.warp_rows[w][threadIdx.x] = total;
-      total += rows;
-    }
-    scratch.rows[threadIdx.x] = total;
-  }
-  __syncthreads();
-  for (int32_t i = threadIdx.x; i < num_ranks * num_ranks; i += kPlanThreads) {
-    const int32_t to = i % num_ranks;
-    ptx::StoreRelaxedSys(control.Counts(i / num_ranks, control.rank(), to),
-                         control.Word(scratch.rows[to]));
-  }
-  PublishReady(control, scratch.own, kNumAddresses);
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
-    for (int32_t r = lane; r < num_ranks; r += kWarpSize) {
-      Prefix(chunk)[r] += scratch.warp_rows[warp][r];
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    ptx::StoreReleaseSys(control.Planned(), control.Word(0));
   }
 }
 
-// All blocks: the first slot of this rank's rows on each peer.
+// Counts the rows of tokens [0, end) for each rank into scratch.next_slot.
+__device__ void Planner::CountTokens(int64_t end) const {
+  int32_t count[kCounters] = {};
+#pragma unroll 4
+  for (int64_t first = int64_t{warp} * kChunk; first < end;
+       first += kPlanWarps * kChunk) {
+    AddRows(first + lane < end ? RanksOf(first + lane) : 0, count);
+  }
+#pragma unroll
+  for (int c = 0; c < kCounters; ++c) {
+    scratch.warp_rows[warp][c * kWarpSize + lane] = count[c];
+  }
+  __syncthreads();
+  for (int32_t r = warp; r < num_ranks; r += kPlanWarps) {
+    const int32_t rows =
+        __reduce_add_sync(kAllLanes, scratch.warp_rows[lane][r]);
+    if (lane == 0) scratch.next_slot[r] = rows;
+  }
+  __syncthreads();
+}
+
+// Block 0: what the peers wait for. CountTokens() has counted all tokens.
+__device__ void Planner::Publish() const {
+  for (int32_t i = threadIdx.x; i < num_ranks * num_ranks; i += kPlanThreads) {
+    const int32_t to = i % num_ranks;
+    ptx::StoreRelaxedSys(control.Counts(i / num_ranks, control.rank(), to),
+                         control.Word(scratch.next_slot[to]));
+  }
+  PublishReady(control, scratch.own, kNumAddresses);
+  __syncthreads();
+  // The block's own tokens are the first.
+  if (threadIdx.x < num_ranks) scratch.next_slot[threadIdx.x] = 0;
+}
+
+// The rows of earlier ranks stand before this rank's.
 __device__ void Planner::LearnSlots() const {
   for (int32_t r = threadIdx.x; r < num_ranks; r += kPlanThreads) {
-    int32_t before = 0;
-    for (int32_t source = 0; source < control.rank(); ++source) {
-      before += Wait(control, control.Counts(control.rank(), source, r),
-                     "the counts", source);
-    }
-    scratch.first_slot[r] = before;
-    if (r != control.rank()) continue;
-    int32_t demand = before;
-    for (int32_t source = control.rank(); source < num_ranks; ++source) {
+    int32_t demand = 0;
+    for (int32_t source = 0; source < num_ranks; ++source) {
+      if (source == control.rank()) scratch.next_slot[r] += demand;
+      // Only the whole of this rank's own demand matters.
+      if (source >= control.rank() && r != control.rank()) break;
       demand += Wait(control, control.Counts(control.rank(), source, r),
                      "the counts", source);
     }
-    scratch.demand = demand;
-  }
-  if (threadIdx.x == kPlanThreads - 1) {
-    Wait(control, control.Planned(), "block 0", control.rank());
-  }
-  for (int32_t e = threadIdx.x; e < kSharedExperts; e += kPlanThreads) {
-    scratch.sent[e] = 0;
+    if (r == control.rank()) scratch.demand = demand;
   }
   WaitReady(control, scratch.peers, kNumAddresses);
 }
 
-// A warp turns the 32 tokens of a chunk into routes and metadata.
-__device__ void Planner::WriteChunk(int64_t chunk) const {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = chunk * kPlanChunk + lane;
-  const uint64_t ranks = RanksOf(chunk);
+// Turns the tokens of `chunks` into routes and metadata, a chunk to a warp.
+__device__ void Planner::WriteTokens(Range chunks) const {
+  for (int64_t first = chunks.begin; first < chunks.end; first += kPlanWarps) {
+    const int64_t token = (first + warp) * kChunk + lane;
+    const bool mine = first + warp < chunks.end;
+    const uint64_t ranks = mine ? RanksOf(token) : 0;
+    int32_t count[kCounters] = {};
+    AddRows(ranks, count);
+#pragma unroll
+    for (int c = 0; c < kCounters; ++c) {
+      scratch.warp_rows[warp][c * kWarpSize + lane] = count[c];
+    }
+    __syncthreads();
+    // Exclusive sums over warps, from the next slot on.
+    for (int32_t r = warp; r < num_ranks; r += kPlanWarps) {
+      const int32_t rows = scratch.warp_rows[lane][r];
+      int32_t sum = rows;
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const int32_t left = __shfl_up_sync(kAllLanes, sum, offset);
+        if (lane >= offset) sum += left;
+      }
+      const int32_t base = scratch.next_slot[r];
+      scratch.warp_rows[lane][r] = base + sum - rows;
+      __syncwarp();
+      if (lane == kWarpSize - 1) scratch.next_slot[r] = base + sum;
+    }
+    __syncthreads();
+    if (mine) WriteRoutes(token, ranks);
+    __syncthreads();
+  }
+}
+
+// A warp's tokens: scratch.warp_rows[warp] holds their first slots.
+__device__ void Planner::WriteRoutes(int64_t token, uint64_t ranks) const {
   const int32_t width = RoutesPerToken(params.top_k, num_ranks);
   int2* route = reinterpret_cast<int2*>(params.routes) + token * width;
   int32_t num_routes = 0;
   for (int32_t r = 0; r < num_ranks; ++r) {
     const uint32_t goes = __ballot_sync(kAllLanes, ranks >> r & 1);
     if (!(ranks >> r & 1)) continue;
-    const int32_t before = __popc(goes & ((1u << lane) - 1));
     const int32_t slot =
-        scratch.first_slot[r] + __ldcg(Prefix(chunk) + r) + before;
+        scratch.warp_rows[warp][r] + __popc(goes & ((1u << lane) - 1));
     const bool kept = slot < params.capacity;
     route[num_routes++] = kept ? int2{r, slot} : int2{-1, -1};
     if (kept) WriteRow(token, r, slot);
@@ -223,13 +230,28 @@ __device__ void Planner::WriteRow(int64_t token, int32_t rank,
                    int64_t{slot} * params.top_k;
   const int32_t* ids = params.topk_idx + token * params.top_k;
   const int32_t first = rank * local_experts;
-  for (int32_t k = 0; k < params.top_k; ++k) {
-    const int32_t id = ids[k];
+  const auto local = [&](int32_t id) {
     const bool here = IsExpert(id) && id >= first && id - first < local_experts;
-    topk_idx[k] = here ? id - first : -1;
-    if (here) {
-      // Expert id of rank r stands at r * L + (id - r * L) = id.
-      atomicAdd(id < kSharedExperts ? scratch.sent + id : Sent() + id, 1);
+    if (!here) return -1;
+    if (id < kSharedExperts) {
+      atomicAdd(scratch.sent + id, 1);
+    } else {
+      auto* received = reinterpret_cast<int32_t*>(
+          scratch.peers[kReceived * num_ranks + rank]);
+      ptx::AddRelaxedSys(received + control.rank() * local_experts + id - first,
+                         1);
+    }
+    return id - first;
+  };
+  if (params.top_k % 4 == 0) {
+    for (int32_t k = 0; k < params.top_k; k += 4) {
+      const int4 four = __ldg(reinterpret_cast<const int4*>(ids + k));
+      *reinterpret_cast<int4*>(topk_idx + k) = {local(four.x), local(four.y),
+                                                local(four.z), local(four.w)};
+    }
+  } else {
+    for (int32_t k = 0; k < params.top_k; ++k) {
+      topk_idx[k] = local(__ldg(ids + k));
     }
   }
 }
@@ -247,56 +269,49 @@ __device__ void Planner::FillEmptySlots() const {
   }
 }
 
-// Adds this block's counts to the launch's.
-__device__ void Planner::FlushSent() const {
+// Adds what this block sends to each expert to the owner's counts.
+__device__ void Planner::SendExpertCounts() const {
   __syncthreads();
   const int32_t shared = min(params.num_experts, kSharedExperts);
   for (int32_t e = threadIdx.x; e < shared; e += kPlanThreads) {
-    if (scratch.sent[e] != 0) atomicAdd(Sent() + e, scratch.sent[e]);
+    if (scratch.sent[e] == 0) continue;
+    const int32_t rank = e / local_experts;
+    auto* received =
+        reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
+    ptx::AddRelaxedSys(
+        received + control.rank() * local_experts + e - rank * local_experts,
+        scratch.sent[e]);
   }
 }
 
-// Last block: what this rank sends to each expert, told to its owner.
-__device__ void Planner::SendExpertCounts() const {
-  for (int32_t i = threadIdx.x; i < num_ranks * local_experts;
-       i += kPlanThreads) {
-    const int32_t rank = i / local_experts;
-    auto* received =
-        reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
-    received[control.rank() * local_experts + i % local_experts] =
-        __ldcg(Sent() + i);
+// Block 0: what follows from the counts alone.
+__device__ void Planner::WriteTotals() const {
+  if (threadIdx.x != 0) return;
+  int64_t before = 0;
+  for (int32_t source = 0; source < num_ranks; ++source) {
+    const int32_t rows =
+        Wait(control, control.Counts(control.rank(), source, control.rank()),
+             "the counts", source);
+    const int64_t room = max(params.capacity - before, int64_t{0});
+    params.recv_counts[source] = static_cast<int32_t>(min(int64_t{rows}, room));
+    before += rows;
   }
-  __syncthreads();
-  // Cumulative: the releases that close the operation cover all threads.
-  ptx::FenceSys();
+  *params.num_demand = scratch.demand;
+  *params.num_recv =
+      static_cast<int32_t>(min(int64_t{scratch.demand}, params.capacity));
+  *params.overflow = scratch.demand > params.capacity;
 }
 
 // Last block, after the peers have closed.
-__device__ void Planner::WriteTotals() const {
-  const int32_t* received = params.workspace + workspace.received;
+__device__ void Planner::WriteExpertCounts() const {
   for (int32_t e = threadIdx.x; e < local_experts; e += kPlanThreads) {
     int32_t count = 0;
     for (int32_t source = 0; source < num_ranks; ++source) {
-      count += __ldcg(received + source * local_experts + e);
+      count += __ldcg(params.workspace + source * local_experts + e);
     }
     params.expert_counts[e] = count;
     params.group_sizes[e] = (count + params.expert_alignment - 1) /
                             params.expert_alignment * params.expert_alignment;
-  }
-  if (threadIdx.x == 0) {
-    int64_t before = 0;
-    for (int32_t source = 0; source < num_ranks; ++source) {
-      const int32_t rows = static_cast<uint32_t>(ptx::LoadAcquireSys(
-          control.Counts(control.rank(), source, control.rank())));
-      const int64_t room = max(params.capacity - before, int64_t{0});
-      params.recv_counts[source] =
-          static_cast<int32_t>(min(int64_t{rows}, room));
-      before += rows;
-    }
-    *params.num_demand = scratch.demand;
-    *params.num_recv =
-        static_cast<int32_t>(min(int64_t{scratch.demand}, params.capacity));
-    *params.overflow = scratch.demand > params.capacity;
   }
 }
 
@@ -305,29 +320,37 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ Scratch scratch;
   const Control control(params.op, "plan");
   const Planner planner(params, control, scratch);
+  const int64_t num_chunks = (params.num_tokens + kChunk - 1) / kChunk;
+  const Range chunks = {num_chunks * blockIdx.x / gridDim.x,
+                        num_chunks * (blockIdx.x + 1) / gridDim.x};
+  for (int32_t e = threadIdx.x; e < kSharedExperts; e += kPlanThreads) {
+    scratch.sent[e] = 0;
+  }
   if (blockIdx.x == 0) {
+    const int64_t workspace =
+        PlanWorkspaceSize(planner.num_ranks, params.num_experts);
+    for (int64_t i = threadIdx.x; i < workspace; i += kPlanThreads) {
+      params.workspace[i] = 0;
+    }
     if (threadIdx.x == 0) {
       scratch.own[kRecvTopkIdx] =
           reinterpret_cast<std::byte*>(params.recv_topk_idx);
       scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
-      scratch.own[kReceived] = reinterpret_cast<std::byte*>(
-          params.workspace + planner.workspace.received);
+      scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
     }
-    planner.CountAndPublish();
+    planner.CountTokens(params.num_tokens);
+    planner.Publish();
+  } else {
+    planner.CountTokens(chunks.begin * kChunk);
   }
   planner.LearnSlots();
-  const int64_t warps = int64_t{gridDim.x} * kPlanWarps;
-  for (int64_t chunk =
-           int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
-       chunk < planner.num_chunks; chunk += warps) {
-    planner.WriteChunk(chunk);
-  }
+  planner.WriteTokens(chunks);
   planner.FillEmptySlots();
-  planner.FlushSent();
+  planner.SendExpertCounts();
+  if (blockIdx.x == 0) planner.WriteTotals();
   if (IsLastBlock(control)) {
-    planner.SendExpertCounts();
     CloseWithPeers(control);
-    planner.WriteTotals();
+    planner.WriteExpertCounts();
     AdvanceEpoch(control);
   }
 }
@@ -335,13 +358,10 @@ __global__ void __launch_bounds__(kPlanThreads)
 }  // namespace
 
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
-  // Eight chunks to a block: enough warps to hide latency, many blocks.
-  const int64_t chunks = (params.num_tokens + kPlanChunk - 1) / kPlanChunk;
-  const int64_t wanted = (chunks + 7) / 8;
-  const int64_t blocks =
-      wanted < 1
-          ? 1
-          : (wanted < params.op.view.num_sms ? wanted : params.op.view.num_sms);
+  const int64_t chunks = (params.num_tokens + kChunk - 1) / kChunk;
+  const int64_t wanted = (chunks + kChunksPerBlock - 1) / kChunksPerBlock;
+  const int64_t most = params.op.view.num_sms;
+  const int64_t blocks = wanted < 1 ? 1 : (wanted < most ? wanted : most);
   PlanKernel<<<static_cast<unsigned int>(blocks), kPlanThreads, 0, stream>>>(
       params);
   return cudaPeekAtLastError();

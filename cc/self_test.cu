@@ -20,7 +20,7 @@ namespace {
 constexpr int32_t kTokens = 4;
 constexpr int32_t kTopK = 2;
 constexpr int32_t kExperts = 4;
-constexpr int32_t kColumns = 8;
+constexpr int32_t kColumns = 128;
 
 std::string Problem(int ordinal, const char* step, cudaError_t error) {
   return "GPU " + std::to_string(ordinal) + ": " + step +
@@ -63,11 +63,12 @@ struct Buffers {
   float* out;
 };
 
-Buffers Cut(Arena& arena) {
+Buffers Cut(Arena& arena, bool has_bulk) {
   Buffers b;
   Operation op = {};
   op.view.num_ranks = 1;
   op.view.num_sms = 2;
+  op.view.has_bulk = has_bulk;
   op.view.timeout_ns = 10'000'000'000;
   op.view.control[0] = arena.Take<std::byte>(ControlLayout(1).size());
   op.channel = 1;
@@ -93,7 +94,7 @@ Buffers Cut(Arena& arena) {
   p.recv_src = arena.Take<int32_t>(kTokens);
   p.expert_counts = arena.Take<int32_t>(kExperts);
   p.group_sizes = arena.Take<int32_t>(kExperts);
-  p.workspace = arena.Take<int32_t>(PlanWorkspace(kTokens, 1, kExperts).size);
+  p.workspace = arena.Take<int32_t>(PlanWorkspaceSize(1, kExperts));
 
   RowParams r = {};
   r.op = op;
@@ -119,7 +120,7 @@ std::string RunOnce(int ordinal) {
   if (arena.status() != cudaSuccess) {
     return Problem(ordinal, "allocation", arena.status());
   }
-  const Buffers b = Cut(arena);
+  const Buffers b = Cut(arena, HasBulk(ordinal));
   std::vector<int32_t> ids(kTokens * kTopK);
   std::vector<float> in(kTokens * kColumns), out(in.size());
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i * 3 % kExperts;
@@ -150,7 +151,33 @@ std::string RunOnce(int ordinal) {
   return "";
 }
 
+std::string Load(int ordinal, const void* kernel) {
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status == cudaSuccess) return "";
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  const std::string architecture =
+      std::to_string(major) + std::to_string(minor);
+  return Problem(ordinal, "loading a kernel", status) + "; the GPU is sm_" +
+         architecture +
+         ", jax_ep was built for " JAX_EP_CUDA_ARCHITECTURES
+         "; rebuild with -DCMAKE_CUDA_ARCHITECTURES=" +
+         architecture;
+}
+
 }  // namespace
+
+bool HasBulk(int ordinal) {
+  // What the kernels use beside their dynamic shared memory.
+  constexpr int kStaticBytes = 16 << 10;
+  int major = 0, shared = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                         ordinal);
+  return major >= 9 && shared >= kBulkSharedBytes + kStaticBytes;
+}
 
 std::string SelfTest(int ordinal) {
   int previous = 0;
@@ -164,18 +191,19 @@ std::string SelfTest(int ordinal) {
                   CombineKernelAddress(), PermuteKernelAddress(),
                   UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    status = cudaFuncGetAttributes(&attributes, kernel);
-    if (status == cudaSuccess) continue;
-    cudaDeviceProp device;
-    cudaGetDeviceProperties(&device, ordinal);
-    problem = Problem(ordinal, "loading a kernel", status) +
-              "; the GPU is sm_" + std::to_string(device.major) +
-              std::to_string(device.minor) +
-              ", jax_ep was built for " JAX_EP_CUDA_ARCHITECTURES
-              "; rebuild with -DCMAKE_CUDA_ARCHITECTURES=" +
-              std::to_string(device.major) + std::to_string(device.minor);
-    break;
+    problem = Load(ordinal, kernel);
+    if (!problem.empty()) break;
+  }
+  if (problem.empty() && HasBulk(ordinal)) {
+    for (const void* kernel :
+         {DispatchKernelAddress(), CombineKernelAddress()}) {
+      status = cudaFuncSetAttribute(kernel,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    kBulkSharedBytes);
+      if (status != cudaSuccess) {
+        problem = Problem(ordinal, "asking for shared memory", status);
+      }
+    }
   }
   if (problem.empty()) problem = RunOnce(ordinal);
   cudaSetDevice(previous);

@@ -12,6 +12,9 @@ namespace jax_ep {
 // dead-lock behind one that waits for it.
 std::string SelfTest(int ordinal);
 
+// Whether GPU `ordinal` has bulk copies and kBulkSharedBytes for them.
+bool HasBulk(int ordinal);
+
 }  // namespace jax_ep
 
 #endif  // JAX_EP_CC_SELF_TEST_H_

@@ -35,7 +35,8 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
             f"communicator's mesh {wanted}; found no manual mesh axis here"
         )
     found = dict(mesh.shape)
-    if found != wanted:
+    # In order: with the axes swapped, ranks would be other devices.
+    if list(found.items()) != list(wanted.items()):
         raise ValueError(
             f"jax_ep.{op}: the surrounding shard_map must use the "
             f"communicator's mesh {wanted}, found {found}"
@@ -49,6 +50,10 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
         )
 
 
+# Experts and alignments stay far below the kernels' 32-bit counters.
+_MAXIMUM = 2**20
+
+
 def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
     """Returns `value` as int, or raises where it is no integer >= minimum."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -59,4 +64,12 @@ def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
     result = value.__index__()
     if result < minimum:
         raise ValueError(f"jax_ep.{op}: {name} must be >= {minimum}, found {result}")
+    return result
+
+
+def check_small_integer(op: str, name: str, value: Any) -> int:
+    """Like check_integer with a minimum of 1, and at most 2**20."""
+    result = check_integer(op, name, value, 1)
+    if result > _MAXIMUM:
+        raise ValueError(f"jax_ep.{op}: {name} must be <= {_MAXIMUM}, found {result}")
     return result

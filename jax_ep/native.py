@@ -34,9 +34,9 @@ def cuda() -> types.ModuleType:
     return module
 
 
-def plan_workspace_size(*, num_tokens: int, num_ranks: int, num_experts: int) -> int:
+def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:
     """int32 elements of scratch that the plan asks XLA for."""
-    return _load("_host").plan_workspace_size(num_tokens, num_ranks, num_experts)
+    return _load("_host").plan_workspace_size(num_ranks, num_experts)
 
 
 def expert_rows_workspace_size(*, num_pairs: int, local_experts: int) -> int:

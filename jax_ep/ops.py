@@ -65,7 +65,8 @@ def combine(tree: Any, plan: Plan) -> Any:
                         y of rank r [slot(t, r)]
 
     The sum is taken in float32 (float64 for float64 rows) starting from the
-    first term and rounded once, so results are bit-equal on every backend.
+    first term and rounded once, so results are bit-equal on every backend (but
+    for the payload of a NaN, and subnormal sums where the CPU flushes them).
     Tokens without a row get 0. Rows that were never sent are never read.
 
     Args:

@@ -69,14 +69,19 @@ def set_up_cuda(
         _enable_peer_access(
             driver, contexts[a.local_hardware_id], contexts[b.local_hardware_id]
         )
-    places = []
-    for group, devices in enumerate(groups):
-        for rank, device in enumerate(devices):
-            ordinal = device.local_hardware_id
-            control = _allocate_zeroed(
-                driver, contexts[ordinal], module.control_bytes(len(devices))
-            )
-            places.append((ordinal, group, rank, control))
+    places: list[tuple[int, int, int, int]] = []
+    try:
+        for group, devices in enumerate(groups):
+            for rank, device in enumerate(devices):
+                ordinal = device.local_hardware_id
+                control = _allocate_zeroed(
+                    driver, contexts[ordinal], module.control_bytes(len(devices))
+                )
+                places.append((ordinal, group, rank, control))
+    except RuntimeError:
+        for *_, control in places:
+            driver.cuMemFree(control)
+        raise
     # From here on the native side owns the control memory: the last of the
     # communicator and its executables frees it.
     module.create_communicator(

@@ -112,9 +112,9 @@ def make_plan(
             f"found shape {topk_idx.shape}"
         )
     num_tokens, top_k = topk_idx.shape
-    num_experts = checks.check_integer("make_plan", "num_experts", num_experts, 1)
-    expert_alignment = checks.check_integer(
-        "make_plan", "expert_alignment", expert_alignment, 1
+    num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    expert_alignment = checks.check_small_integer(
+        "make_plan", "expert_alignment", expert_alignment
     )
     if capacity is None:
         capacity = max(1, comm.num_ranks * num_tokens)

@@ -226,7 +226,6 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
     workspace = jax.core.ShapedArray(
         (
             native.plan_workspace_size(
-                num_tokens=ctx.avals_in[0].shape[0],
                 num_ranks=comm.num_ranks,
                 num_experts=num_experts,
             ),

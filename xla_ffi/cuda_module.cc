@@ -68,6 +68,7 @@ void CreateCommunicator(int64_t id, const std::vector<Place>& places,
     view.rank = rank;
     view.num_ranks = num_ranks;
     view.num_sms = num_sms > 0 ? num_sms : DefaultSms(ordinal);
+    view.has_bulk = HasBulk(ordinal);
     view.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     for (int32_t peer = 0; peer < num_ranks; ++peer) {
       view.control[peer] = control[{group, peer}];

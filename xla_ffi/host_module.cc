@@ -61,10 +61,8 @@ NB_MODULE(_host, m) {
         [](int64_t id) { Registry<HostCommunicator>::Get().Remove(id); });
   m.def("expert_rows_workspace_size", &ExpertRowsWorkspaceSize,
         nb::arg("num_pairs"), nb::arg("local_experts"));
-  m.def("plan_workspace_size",
-        [](int64_t num_tokens, int32_t num_ranks, int32_t num_experts) {
-          return PlanWorkspace(num_tokens, num_ranks, num_experts).size;
-        });
+  m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),
+        nb::arg("num_experts"));
 }
 
 }  // namespace

@@ -2,8 +2,7 @@
 
 #include <condition_variable>
 #include <cstdio>
-#include <functional>
-#include <queue>
+#include <map>
 #include <thread>
 
 #include "cc/cpu/completion_threads.h"
@@ -22,20 +21,18 @@ class Watchdog {
 
   void Watch(const std::shared_ptr<Meeting>& meeting) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const bool earliest =
-        entries_.empty() || meeting->deadline() < entries_.top().deadline;
-    entries_.push({meeting->deadline(), meeting});
-    if (earliest) changed_.notify_one();
+    const auto [entry, inserted] =
+        watched_.emplace(Key(meeting->deadline(), meeting.get()), meeting);
+    if (entry == watched_.begin()) changed_.notify_one();
+  }
+
+  void Forget(const Meeting& meeting) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    watched_.erase(Key(meeting.deadline(), &meeting));
   }
 
  private:
-  struct Entry {
-    Meeting::Clock::time_point deadline;
-    std::weak_ptr<Meeting> meeting;
-    bool operator>(const Entry& other) const {
-      return deadline > other.deadline;
-    }
-  };
+  using Key = std::pair<Meeting::Clock::time_point, const Meeting*>;
 
   Watchdog() {
     std::thread([this] { Run(); }).detach();
@@ -44,24 +41,27 @@ class Watchdog {
   void Run() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      if (entries_.empty()) {
+      if (watched_.empty()) {
         changed_.wait(lock);
-      } else if (Meeting::Clock::now() < entries_.top().deadline) {
-        changed_.wait_until(lock, entries_.top().deadline);
-      } else {
-        const std::shared_ptr<Meeting> meeting = entries_.top().meeting.lock();
-        entries_.pop();
-        if (meeting == nullptr) continue;
-        lock.unlock();
-        meeting->Expire();
-        lock.lock();
+        continue;
       }
+      const auto first = watched_.begin();
+      const Meeting::Clock::time_point deadline = first->first.first;
+      if (Meeting::Clock::now() < deadline) {
+        changed_.wait_until(lock, deadline);
+        continue;
+      }
+      const std::shared_ptr<Meeting> meeting = std::move(first->second);
+      watched_.erase(first);
+      lock.unlock();
+      meeting->Expire();
+      lock.lock();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> entries_;
+  std::map<Key, std::shared_ptr<Meeting>> watched_;
 };
 
 Meeting::Clock::duration Seconds(double seconds) {
@@ -135,11 +135,6 @@ bool Meeting::Has(int rank) {
   return came_[rank];
 }
 
-bool Meeting::expired() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return expired_;
-}
-
 bool Meeting::complete() {
   std::lock_guard<std::mutex> lock(mutex_);
   return num_arrived_ == static_cast<int>(came_.size());
@@ -183,7 +178,10 @@ std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
     meeting = found->second;
     last = meeting->Enter(rank, std::move(arrival), std::move(completion));
     // Everybody came: nobody will look for this meeting again.
-    if (meeting->complete()) meetings_.erase(found);
+    if (meeting->complete()) {
+      meetings_.erase(found);
+      Watchdog::Get().Forget(*meeting);
+    }
   }
   return last ? meeting : nullptr;
 }

@@ -48,7 +48,6 @@ class Meeting {
   void Expire();
 
   bool Has(int rank);
-  bool expired();
   // Whether every rank came, in time or not: nobody will ask for it again.
   bool complete();
   Clock::time_point deadline() const { return deadline_; }

@@ -2,8 +2,10 @@
 #ifndef JAX_EP_CC_DEVICE_ITEMS_CUH_
 #define JAX_EP_CC_DEVICE_ITEMS_CUH_
 
+#include <cstddef>
 #include <cstdint>
 
+#include "cc/device/bulk.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/ops.h"
 
@@ -11,35 +13,32 @@ namespace jax_ep {
 
 // Threads of a block of a row-moving kernel.
 inline constexpr int kRowThreads = 512;
+inline constexpr int kRowWarps = kRowThreads / kWarpSize;
 // A part is at least this long: enough loads for a warp to have in flight.
 inline constexpr int64_t kMinPartBytes = 2048;
 
-// Parts that each row is cut into: with few tokens, enough to give every warp
-// of the launch some.
-__device__ __forceinline__ int32_t PartsPerRow(const RowParams& params) {
-  int64_t longest = 0;
-  for (int32_t i = 0; i < params.num_leaves; ++i) {
-    longest = max(longest, params.leaves[i].row_bytes);
-  }
-  const int64_t warps = int64_t{gridDim.x} * (kRowThreads / kWarpSize);
-  const int64_t wanted = warps / max(params.num_tokens, int64_t{1});
-  const int64_t allowed = (longest + kMinPartBytes - 1) / kMinPartBytes;
-  return static_cast<int32_t>(max(min(wanted, allowed), int64_t{1}));
+// Some of a launch's warps, of which the caller is number `index`.
+struct Workers {
+  int64_t index;
+  int64_t count;
+};
+
+// Warps [first, first + count) of each of `blocks` blocks, the caller's among
+// them. Neighbours stand in different blocks, so that all blocks end together.
+__device__ __forceinline__ Workers WarpsOf(int32_t block, int32_t blocks,
+                                           int32_t first, int32_t count) {
+  const int32_t warp = threadIdx.x / kWarpSize - first;
+  return {int64_t{warp} * blocks + block, int64_t{count} * blocks};
 }
 
-// Calls `move(token, part, parts)` in every warp for its share of the items.
-template <typename Move>
-__device__ __forceinline__ void ForEachItem(const RowParams& params,
-                                            const Move& move) {
-  const int32_t parts = PartsPerRow(params);
-  const int64_t items = params.num_tokens * parts;
-  const int64_t warps = int64_t{gridDim.x} * (kRowThreads / kWarpSize);
-  // Neighbouring items go to different blocks, so that all blocks end together.
-  const int64_t first =
-      int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
-  for (int64_t item = first; item < items; item += warps) {
-    move(item / parts, static_cast<int32_t>(item % parts), parts);
-  }
+// Parts that each row is cut into: with few tokens, enough to give every worker
+// some.
+__device__ __forceinline__ int32_t PartsPerRow(const Workers& workers,
+                                               int64_t num_tokens,
+                                               int64_t row_bytes) {
+  const int64_t wanted = workers.count / max(num_tokens, int64_t{1});
+  const int64_t allowed = (row_bytes + kMinPartBytes - 1) / kMinPartBytes;
+  return static_cast<int32_t>(max(min(wanted, allowed), int64_t{1}));
 }
 
 // Lane j's route of a token: the rank, or -1, and the slot. A token has at most
@@ -49,8 +48,41 @@ __device__ __forceinline__ int2 RouteOf(const RowParams& params,
   static_assert(kMaxTopK <= kWarpSize);
   const int32_t j = threadIdx.x % kWarpSize;
   if (j >= params.routes_per_token) return {-1, -1};
-  return reinterpret_cast<const int2*>(
-      params.routes)[token * params.routes_per_token + j];
+  return __ldg(reinterpret_cast<const int2*>(params.routes) +
+               token * params.routes_per_token + j);
+}
+
+// The address of lane j's row of leaf `leaf`, 0 where it has none. `peers` as
+// WaitReady() leaves it.
+__device__ __forceinline__ uint64_t RowAt(const RowParams& params,
+                                          std::byte* const* peers, int32_t leaf,
+                                          int2 route) {
+  if (route.x < 0) return 0;
+  return reinterpret_cast<uint64_t>(
+             peers[leaf * params.op.view.num_ranks + route.x]) +
+         int64_t{route.y} * params.leaves[leaf].row_bytes;
+}
+
+// Bit i is set where bulk copies can move leaf i: sizes and addresses on all
+// ranks are multiples of 16 bytes, and this launch has the shared memory.
+__device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
+                                               std::byte* const* peers) {
+  uint32_t leaves = 0;
+  if constexpr (bulk::kAvailable) {
+    if (!params.op.view.has_bulk) return leaves;
+    for (int32_t i = 0; i < params.num_leaves; ++i) {
+      const Leaf& leaf = params.leaves[i];
+      uint64_t bits = reinterpret_cast<uint64_t>(leaf.in) |
+                      reinterpret_cast<uint64_t>(leaf.out) | leaf.row_bytes;
+      for (int32_t r = 0; r < params.op.view.num_ranks; ++r) {
+        bits |=
+            reinterpret_cast<uint64_t>(peers[i * params.op.view.num_ranks + r]);
+      }
+      // Short rows are not worth an engine's start.
+      if (bits % 16 == 0 && leaf.row_bytes >= 256) leaves |= 1u << i;
+    }
+  }
+  return leaves;
 }
 
 }  // namespace jax_ep

@@ -30,6 +30,12 @@ __device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
                : "memory");
 }
 
+// Adds without an answer. The word may stand on a peer.
+__device__ __forceinline__ void AddRelaxedSys(int32_t* p, int32_t value) {
+  asm volatile("red.relaxed.sys.global.add.s32 [%0], %1;" ::"l"(p), "r"(value)
+               : "memory");
+}
+
 __device__ __forceinline__ void FenceSys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
@@ -39,10 +45,6 @@ __device__ __forceinline__ uint64_t GlobalTimer() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
-}
-
-__device__ __forceinline__ void Nanosleep(uint32_t ns) {
-  asm volatile("nanosleep.u32 %0;" ::"r"(ns));
 }
 
 // Rows are read once: kept out of the first-level cache.

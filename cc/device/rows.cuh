@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cc/device/bulk.cuh"
 #include "cc/device/ptx.cuh"
 
 namespace jax_ep {
@@ -45,9 +46,8 @@ __device__ __forceinline__ int32_t UnitBytes(uint64_t bits) {
   return lowest == 0 || lowest > 16 ? 16 : static_cast<int32_t>(lowest);
 }
 
-// OR of `bits` over the warp, high and low words apart.
+// OR over the warp of those low bits that tell an alignment.
 __device__ __forceinline__ uint32_t OrOverWarp(uint64_t bits) {
-  // Only the low four bits matter for an alignment.
   return __reduce_or_sync(kAllLanes, static_cast<uint32_t>(bits & 0x1F));
 }
 
@@ -242,8 +242,9 @@ __device__ __forceinline__ void SumRow(uint64_t source, uint32_t sources,
       reinterpret_cast<uint64_t>(out) | static_cast<uint64_t>(row_bytes) |
       (sources >> (threadIdx.x % kWarpSize) & 1 ? source : 0));
   if (UnitBytes(bits) == 16) {
-    SumUnits<T, Wide, uint4, 4>(source, sources, out,
-                                PartOf(row_bytes / 16, index, count));
+    // Where bulk copies serve the long rows, registers go to them.
+    SumUnits<T, Wide, uint4, bulk::kAvailable ? 2 : 4>(
+        source, sources, out, PartOf(row_bytes / 16, index, count));
   } else {
     SumUnits<T, Wide, T, 4>(
         source, sources, out,

@@ -47,10 +47,10 @@ struct Control {
   __device__ std::byte* Slot(int32_t owner) const {
     return op.view.control[owner] + op.slot * layout.slot_bytes;
   }
-  // The record that `from` keeps on `owner`: a word, then the addresses.
+  // The words that `from` keeps on `owner`.
   __device__ uint64_t* Ready(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.ready +
-                                       from * ControlLayout::kReadyBytes);
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.ready) +
+           from * ControlLayout::kReadyWords;
   }
   __device__ uint64_t* Done(int32_t owner, int32_t from) const {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.done) + from;
@@ -59,10 +59,6 @@ struct Control {
   __device__ uint64_t* Counts(int32_t owner, int32_t from, int32_t to) const {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.counts) +
            from * num_ranks() + to;
-  }
-  // Where block 0 of a plan tells the rest that the counting is done.
-  __device__ uint64_t* Planned() const {
-    return reinterpret_cast<uint64_t*>(Slot(rank()) + layout.planned);
   }
   __device__ uint64_t Word(uint32_t payload) const {
     return uint64_t{epoch} << 32 | payload;
@@ -106,21 +102,35 @@ static __device__ __forceinline__ uint32_t Wait(const Control& control,
 }
 
 // Tells every peer where this rank's buffers are. Called by all threads of
-// block 0 after the buffers are free for the peers (stream order), before any
-// wait. `addresses` [count] may stand in shared or parameter memory.
-// Release: pairs with the acquire in WaitReady.
+// block 0 before any wait; in stream order the buffers are free for the peers,
+// or full. `addresses` [count] stands in shared memory. Every word holds its
+// epoch, so that no word waits for another. Release: pairs with the acquire in
+// WaitReady.
 static __device__ void PublishReady(const Control& control,
                                     std::byte* const* addresses,
                                     int32_t count) {
-  for (int32_t peer = threadIdx.x; peer < control.num_ranks();
-       peer += blockDim.x) {
-    uint64_t* record = control.Ready(peer, control.rank());
-    for (int32_t i = 0; i < count; ++i) {
-      ptx::StoreRelaxedSys(record + 1 + i,
-                           reinterpret_cast<uint64_t>(addresses[i]));
+  const int32_t words = 1 + 2 * count;
+  for (int32_t i = threadIdx.x; i < control.num_ranks() * words;
+       i += blockDim.x) {
+    const int32_t peer = i / words;
+    const int32_t word = i % words;
+    uint32_t payload = control.op.channel;
+    if (word > 0) {
+      const uint64_t address =
+          reinterpret_cast<uint64_t>(addresses[(word - 1) / 2]);
+      payload = static_cast<uint32_t>(word % 2 == 1 ? address : address >> 32);
     }
-    ptx::StoreReleaseSys(record, control.Word(control.op.channel));
+    ptx::StoreReleaseSys(control.Ready(peer, control.rank()) + word,
+                         control.Word(payload));
   }
+}
+
+static __device__ __noinline__ void OtherChannel(const Control& control,
+                                                 int32_t peer,
+                                                 uint32_t channel) {
+  printf("jax_ep %s (channel %u): rank %d found rank %d in channel %u\n",
+         control.name, control.op.channel, control.rank(), peer, channel);
+  __trap();
 }
 
 // Waits for every peer's addresses: peers[i * R + r] is address i of rank r.
@@ -128,18 +138,21 @@ static __device__ void PublishReady(const Control& control,
 // barrier, so that the whole block may touch the peers' buffers.
 static __device__ void WaitReady(const Control& control, std::byte** peers,
                                  int32_t count) {
+  const int32_t words = 1 + 2 * count;
   const int32_t num_ranks = control.num_ranks();
-  for (int32_t peer = threadIdx.x; peer < num_ranks; peer += blockDim.x) {
-    const uint64_t* record = control.Ready(control.rank(), peer);
-    const uint32_t channel = Wait(control, record, "the buffers", peer);
-    if (channel != control.op.channel) {
-      printf("jax_ep %s (channel %u): rank %d found rank %d in channel %u\n",
-             control.name, control.op.channel, control.rank(), peer, channel);
-      __trap();
-    }
-    for (int32_t i = 0; i < count; ++i) {
-      peers[i * num_ranks + peer] = reinterpret_cast<std::byte*>(
-          __ldcg(reinterpret_cast<const unsigned long long*>(record + 1 + i)));
+  uint32_t* halves = reinterpret_cast<uint32_t*>(peers);
+  for (int32_t i = threadIdx.x; i < num_ranks * words; i += blockDim.x) {
+    const int32_t peer = i / words;
+    const int32_t word = i % words;
+    const uint32_t payload =
+        Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
+             peer);
+    if (word == 0) {
+      if (payload != control.op.channel) OtherChannel(control, peer, payload);
+    } else {
+      // Little endian: the low half stands first.
+      const int32_t address = (word - 1) / 2 * num_ranks + peer;
+      halves[2 * address + (word - 1) % 2] = payload;
     }
   }
   __syncthreads();
