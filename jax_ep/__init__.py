@@ -1,9 +1,24 @@
-"""Expert parallelism for JAX: dispatch and combine as native collectives."""
+"""Expert parallelism for JAX: native collectives and kernels for MoE layers."""
 
 from jax_ep.communicator import Communicator
-from jax_ep.ops import combine, dispatch
+from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
+from jax_ep.moe import moe, moe_with_plan
+from jax_ep.ops import combine, dispatch, permute, unpermute
 from jax_ep.plan import Plan, make_plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Communicator", "Plan", "combine", "dispatch", "make_plan"]
+__all__ = [
+    "Communicator",
+    "Plan",
+    "combine",
+    "dequantize_fp8",
+    "dispatch",
+    "dispatch_fp8",
+    "make_plan",
+    "moe",
+    "moe_with_plan",
+    "permute",
+    "quantize_fp8",
+    "unpermute",
+]

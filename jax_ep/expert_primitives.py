@@ -96,7 +96,10 @@ def _wide(dtype: Any) -> np.dtype:
 def _bind_leaves(primitive, leaves, plan, rows, weights) -> list[jax.Array]:
     # Rows of no elements stay at home, as in dispatch.
     outputs = [
-        jnp.zeros_like(leaf, shape=(rows, *leaf.shape[1:])) for leaf in leaves
+        leaf
+        if math.prod(leaf.shape[1:])
+        else jnp.zeros_like(leaf, shape=(rows, *leaf.shape[1:]))
+        for leaf in leaves
     ]
     moving = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:])]
     if not moving:
@@ -278,7 +281,9 @@ def _rows_jvp(primitive: Primitive, primals, tangents, *, weighted, **params):
     result: list[Any] = [zero_tangent(out) for out in outputs]
     live = _live(leaf_dots)
     if live:
-        moved = _bind(primitive, routing, weights, [leaf_dots[i] for i in live], **params)
+        moved = _bind(
+            primitive, routing, weights, [leaf_dots[i] for i in live], **params
+        )
         for i, tangent in zip(live, moved, strict=True):
             result[i] = tangent
     if weighted and type(weights_dot) is not ad.Zero:

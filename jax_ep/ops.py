@@ -1,4 +1,4 @@
-"""dispatch and combine: argument checks and what users read."""
+"""The operations on rows: argument checks and what users read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import dtypes
 
-from jax_ep import checks, primitives
+from jax_ep import checks, expert_primitives, primitives
 from jax_ep.plan import Plan
+from jax_ep.primitive_rules import SUMMABLE
 
 # XLA packs these below a byte; they travel one to a byte, without loss.
 _TRAVELS_AS = {
@@ -85,12 +86,138 @@ def combine(tree: Any, plan: Plan) -> Any:
     """
     leaves, treedef = _checked_leaves("combine", tree, plan)
     for leaf in leaves:
-        if leaf.dtype not in primitives.SUMMABLE:
-            raise TypeError(
-                "jax_ep.combine: leaves must be bfloat16, float16, float32, "
-                f"float64 or complex, found {leaf.dtype}[{_dims(leaf)}]"
-            )
+        _check_summable("combine", leaf)
     return treedef.unflatten(primitives.combine(leaves, plan))
+
+
+def permute(tree: Any, plan: Plan) -> Any:
+    """Copies rows to their experts: one row for each (row, local expert).
+
+    Local to a device. Rows come grouped by expert, expert after expert; inside
+    a group they stand in the order of (slot, k), and zeros fill the group up to
+    expert_alignment. plan.group_sizes are the sizes of the groups, pads
+    included, just as `jax.lax.ragged_dot` takes them::
+
+        place = 0
+        for each local expert e:
+            for each slot c, for each k with plan.recv_topk_idx[c, k] == e:
+                output[place] = x[c]; place += 1
+            place = place rounded up to expert_alignment
+        all other rows of output = 0
+
+    Args:
+      tree: a pytree of arrays [C, ...] of any dtype, C as in the plan: what
+        `dispatch` returned. All leaves move in one launch.
+      plan: from `make_plan`, inside the same shard_map.
+
+    Returns:
+      The same tree with leaves [S, ...], S = plan.expert_capacity. Places past
+      S are dropped.
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the plan's communicator is closed.
+
+    Derivative: linear in `tree`; its transpose is `unpermute` without weights.
+    """
+    leaves, treedef = _checked_leaves("permute", tree, plan)
+    _check_places("permute", plan)
+    rows = expert_primitives.permute(
+        [_convert(x, _travels_as(x)) for x in leaves], plan
+    )
+    return treedef.unflatten(
+        [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
+    )
+
+
+def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
+    """Sums what the experts made of each row, weighted if `weights` are given.
+
+    Local to a device. With `place` as in `permute`::
+
+        for slot c:
+            output[c] = sum over k with a place, in order, of
+                        weights[c, k] * y[place of (c, k)]
+
+    Taken in float32 (float64 for float64 rows): every product and every sum
+    rounds, then the result once to the rows' dtype. Rows without a place get 0.
+    Pads and dropped places are never read.
+
+    Args:
+      tree: a pytree of arrays [S, ...], S = plan.expert_capacity; bfloat16,
+        float16, float32, float64, or complex where there are no weights. All
+        leaves move in one launch.
+      plan: from `make_plan`, inside the same shard_map.
+      weights: floating [C, K], such as the router's weights that `dispatch`
+        brought along. None: the plain sum.
+
+    Returns:
+      The same tree with leaves [C, ...].
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the plan's communicator is closed.
+
+    Derivative: linear in `tree`, whose cotangent at the place of (c, k) is
+    weights[c, k] times the output's at c, 0 in pads; and linear in `weights`,
+    whose cotangent at (c, k) is the product of the output's cotangent at c with
+    y at that place, exactly 0 where (c, k) has no place.
+    """
+    leaves, treedef = _checked_leaves("unpermute", tree, plan)
+    _check_places("unpermute", plan)
+    for leaf in leaves:
+        _check_summable("unpermute", leaf)
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        _check_weights("unpermute", weights, (plan.capacity, plan.top_k), "C, K")
+        for leaf in leaves:
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(
+                    "jax_ep.unpermute: weights apply to real leaves, found "
+                    f"{leaf.dtype}[{_dims(leaf)}]"
+                )
+    return treedef.unflatten(expert_primitives.unpermute(leaves, plan, weights))
+
+
+def _check_summable(op: str, leaf: jax.Array) -> None:
+    if leaf.dtype not in SUMMABLE:
+        raise TypeError(
+            f"jax_ep.{op}: leaves must be bfloat16, float16, float32, "
+            f"float64 or complex, found {leaf.dtype}[{_dims(leaf)}]"
+        )
+
+
+def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> None:
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(
+            f"jax_ep.{op}: weights must be floating, found "
+            f"{weights.dtype}[{_dims(weights)}]"
+        )
+    if weights.shape != shape:
+        raise ValueError(
+            f"jax_ep.{op}: weights must be [{letters}] = {list(shape)} as in the "
+            f"plan, found {weights.dtype}[{_dims(weights)}]"
+        )
+
+
+# kMaxLocalExperts in cc/expert_layout.h, and what an int32 can number.
+_MAX_LOCAL_EXPERTS = 2048
+_INT32_ROWS = 2**31 - 1
+
+
+def _check_places(op: str, plan: Plan) -> None:
+    local_experts = plan.group_sizes.shape[0]
+    if local_experts > _MAX_LOCAL_EXPERTS:
+        raise ValueError(
+            f"jax_ep.{op}: a rank must own at most {_MAX_LOCAL_EXPERTS} experts, "
+            f"found {local_experts}"
+        )
+    places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment
+    if max(places, plan.expert_capacity) > _INT32_ROWS:
+        raise ValueError(
+            f"jax_ep.{op}: C * K and the pads must be below 2**31, found {places}; "
+            "give make_plan a smaller capacity"
+        )
 
 
 def _travels_as(leaf: jax.Array) -> jnp.dtype:
@@ -112,7 +239,10 @@ def _checked_leaves(op: str, tree: Any, plan: Plan):
         )
     checks.check_open(plan.comm, op)
     checks.check_inside_shard_map(plan.comm, op)
-    rows, name = (plan.num_tokens, "T") if op == "dispatch" else (plan.capacity, "C")
+    rows, name = {
+        "dispatch": (plan.num_tokens, "T"),
+        "unpermute": (plan.expert_capacity, "S"),
+    }.get(op, (plan.capacity, "C"))
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     for leaf in leaves:

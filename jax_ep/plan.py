@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,14 @@ class Plan:
       recv_src: i32[C], source rank * T + token, -1 where the slot is empty.
       expert_counts: i32[L], (row, k) pairs of each local expert among the
         rows kept; a duplicate id counts each time.
-      group_sizes: i32[L], expert_counts rounded up to expert_alignment.
+      group_sizes: i32[L], expert_counts rounded up to expert_alignment: the
+        rows of each expert in the result of `permute`. With an expert_capacity
+        that cannot hold them all, what fits of each group.
+      expert_demand: i32[], expert rows that were wanted, pads included.
+      expert_overflow: bool[], expert_demand > S: expert rows were dropped.
       comm: the Communicator that the plan belongs to.
       num_experts, num_tokens, top_k, capacity, expert_alignment: the sizes.
+      expert_capacity: S, rows in the result of `permute`.
     """
 
     num_recv: jax.Array
@@ -48,6 +54,8 @@ class Plan:
     recv_src: jax.Array
     expert_counts: jax.Array
     group_sizes: jax.Array
+    expert_demand: jax.Array
+    expert_overflow: jax.Array
     # i32[T, min(K, R), 2]: (rank, slot) of every row that this rank sends, in
     # rank order; (-1, -1) where there is none. The whole inverse map: combine
     # exchanges no metadata.
@@ -58,6 +66,7 @@ class Plan:
     top_k: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     expert_alignment: int = dataclasses.field(metadata={"static": True})
+    expert_capacity: int = dataclasses.field(metadata={"static": True})
 
 
 def make_plan(
@@ -66,7 +75,9 @@ def make_plan(
     comm: Communicator,
     num_experts: int,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     expert_alignment: int = 1,
+    expert_capacity: int | None = None,
 ) -> Plan:
     """Decides who sends which row where. Collective over `comm`'s axis.
 
@@ -84,7 +95,15 @@ def make_plan(
         be dropped. Rows past C, in (source rank, token) order, are dropped at
         the sender: they contribute 0 forward and backward, and `num_demand`
         and `overflow` tell.
+      capacity_factor: chooses both capacities where they are None, as a
+        multiple of the (token, k) pairs of a rank when all experts are equally
+        busy: capacity = factor * pairs, at most R * T, and expert_capacity =
+        factor * pairs plus the pads. 1 is enough for perfect balance.
       expert_alignment: group_sizes is rounded up to a multiple of it.
+      expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
+        `permute` makes. Default: the worst case, C * K and the pads: nothing
+        can be dropped. Expert rows past S are dropped: they contribute 0
+        forward and backward, and `expert_demand` and `expert_overflow` tell.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -116,14 +135,30 @@ def make_plan(
     expert_alignment = checks.check_small_integer(
         "make_plan", "expert_alignment", expert_alignment
     )
+    pairs = _balanced_pairs(
+        capacity_factor, comm.num_ranks * num_tokens * top_k, comm, num_experts
+    )
     if capacity is None:
-        capacity = max(1, comm.num_ranks * num_tokens)
+        capacity = max(1, min(comm.num_ranks * num_tokens, pairs))
     capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
     # Slots and token ids are int32; no real buffer comes near.
     if max(capacity, comm.num_ranks * num_tokens) > _INT32_ROWS:
         raise ValueError(
             "jax_ep.make_plan: capacity and R * T must be below 2**31, found "
             f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
+        )
+    local_experts = -(-num_experts // comm.num_ranks)
+    worst_case = _padded(capacity * top_k, local_experts, expert_alignment)
+    if expert_capacity is None:
+        most = min(capacity * top_k, max(1, pairs))
+        expert_capacity = _padded(most, local_experts, expert_alignment)
+    expert_capacity = checks.check_integer(
+        "make_plan", "expert_capacity", expert_capacity, 1
+    )
+    if expert_capacity % expert_alignment:
+        raise ValueError(
+            "jax_ep.make_plan: expert_capacity must be a multiple of "
+            f"expert_alignment {expert_alignment}, found {expert_capacity}"
         )
     arrays = primitives.plan(
         _as_int32(topk_idx, num_experts),
@@ -132,15 +167,52 @@ def make_plan(
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
+    # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
+    ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
+    if expert_capacity < worst_case:
+        fitting = jnp.minimum(ends, expert_capacity)
+        arrays["group_sizes"] = jnp.diff(fitting, prepend=0)
     return Plan(
         **arrays,
+        expert_demand=ends[-1],
+        expert_overflow=ends[-1] > expert_capacity,
         comm=comm,
         num_experts=num_experts,
         num_tokens=num_tokens,
         top_k=top_k,
         capacity=capacity,
         expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
     )
+
+
+def _balanced_pairs(
+    factor: float | None, num_pairs: int, comm: Communicator, num_experts: int
+) -> int:
+    """`factor` times a rank's share of all (token, k) pairs; all if None."""
+    if factor is None:
+        return num_pairs
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(
+            "jax_ep.make_plan: capacity_factor must be a Python number or None, "
+            f"found {type(factor).__name__}"
+        )
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"jax_ep.make_plan: capacity_factor must be above 0, found {factor}"
+        )
+    # A rank owns at most so many of all experts.
+    share = -(-num_experts // comm.num_ranks) / num_experts
+    return min(num_pairs, math.ceil(factor * num_pairs * share))
+
+
+def _padded(num_pairs: int, local_experts: int, alignment: int) -> int:
+    """Rows that hold so many pairs however they fall on the experts.
+
+    Only groups that have a pair have pads, and groups are whole multiples.
+    """
+    pads = min(local_experts, num_pairs) * (alignment - 1)
+    return (num_pairs + pads) // alignment * alignment
 
 
 def _as_int32(topk_idx: jax.Array, num_experts: int) -> jax.Array:

@@ -87,5 +87,3 @@ def each_element(primitive: Primitive, args, dims, **params):
         for i in range(size)
     ]
     return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
-
-

@@ -182,9 +182,7 @@ def expert_rows(
 ) -> list[jax.Array]:
     """ep_expert_rows: the place of each (row, k) pair, and the empty ranges."""
     expert = recv_topk_idx.ravel()
-    expert = jnp.where(
-        (expert >= 0) & (expert < local_experts), expert, local_experts
-    )
+    expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
     counts = jnp.zeros((local_experts,), jnp.int32).at[expert].add(1, mode="drop")
     sizes = -(-counts // expert_alignment) * expert_alignment
     ends = jnp.cumsum(sizes, dtype=jnp.int32)

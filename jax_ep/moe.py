@@ -1,0 +1,103 @@
+"""The whole mixture-of-experts layer: from routed tokens to their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import ops
+from jax_ep.communicator import Communicator
+from jax_ep.plan import Plan, make_plan
+
+ExpertFn = Callable[[Any, jax.Array], Any]
+
+
+def moe(
+    x: Any,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    expert_fn: ExpertFn,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    expert_alignment: int = 1,
+    expert_capacity: int | None = None,
+) -> Any:
+    """A mixture-of-experts layer. Collective over `comm`'s axis.
+
+    Per token t of this rank::
+
+        output[t] = sum over k of topk_weights[t, k] * expert topk_idx[t, k] of x[t]
+
+    Tokens travel to the ranks of their experts (`dispatch`) with their weights,
+    are grouped by expert (`permute`), go through `expert_fn`, are weighted and
+    summed (`unpermute`) and come home (`combine`). The outputs of one rank's
+    experts for a token are summed in float32 and rounded to the dtype of
+    expert_fn's result before they travel, once more after the sum over ranks.
+
+    Args:
+      x: [T, ...], this rank's tokens; or a pytree of such arrays.
+      topk_idx: int[T, K], the experts of each token; see `make_plan`.
+      topk_weights: floating [T, K]; float32 is best. Used where topk_idx names
+        an expert, whatever stands elsewhere.
+      expert_fn: (rows [S, ...], group_sizes i32[L]) -> [S, ...], this rank's
+        experts: rows of expert e stand together, group_sizes[e] of them, after
+        those of the experts before it, as `jax.lax.ragged_dot` takes them. It
+        may change the trailing shape and the dtype, and return a pytree. What
+        it returns for pads and unused rows is not read.
+      comm: the communicator.
+      num_experts: E, see `make_plan`.
+      capacity: C, see `make_plan`. The Plan tells about demand and overflow:
+        `moe_with_plan` lets you look at it.
+      capacity_factor: see `make_plan`.
+      expert_alignment: see `make_plan`.
+      expert_capacity: S, see `make_plan`.
+
+    Returns:
+      [T, ...] for each array that expert_fn returned.
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the communicator is closed.
+
+    Derivative: that of the formula above, in x, topk_weights and whatever
+    expert_fn closes over. Weights of choices that name no expert or that were
+    dropped get exactly 0.
+    """
+    plan = make_plan(
+        topk_idx,
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
+    )
+    return moe_with_plan(x, topk_weights, expert_fn, plan)
+
+
+def moe_with_plan(
+    x: Any, topk_weights: jax.Array, expert_fn: ExpertFn, plan: Plan
+) -> Any:
+    """`moe` with a plan at hand, whose demand and overflow can be looked at.
+
+    Args:
+      x: as for `moe`.
+      topk_weights: as for `moe`.
+      expert_fn: as for `moe`.
+      plan: from `make_plan`, inside the same shard_map.
+
+    Returns:
+      As `moe`.
+    """
+    topk_weights = jnp.asarray(topk_weights)
+    if isinstance(plan, Plan):  # else dispatch says what is wrong
+        ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
+    rows, weights = ops.dispatch((x, topk_weights), plan)
+    outputs = expert_fn(ops.permute(rows, plan), plan.group_sizes)
+    return ops.combine(ops.unpermute(outputs, plan, weights), plan)
