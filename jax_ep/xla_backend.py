@@ -211,10 +211,12 @@ def permute(expert_rows, weights, *leaves, expert_capacity: int):
     row = jnp.where(pair < 0, -1, pair // top_k)
     results = []
     for x in leaves:
-        moved = _take_rows(x, row, 0)
-        if weights is not None:
+        if weights is None:
+            # As integers: conversions inside XLA would change a NaN's bits.
+            moved = _from_bits(_take_rows(_as_bits(x), row, 0), x.dtype)
+        else:
             scale = _take_rows(weights.ravel(), pair, 0)
-            moved = _scaled(moved, scale, pair >= 0).astype(x.dtype)
+            moved = _scaled(_take_rows(x, row, 0), scale, pair >= 0).astype(x.dtype)
         results.append(moved)
     return results
 
