@@ -60,8 +60,10 @@ def quantize_fp8(
             f"found {x.dtype}{list(x.shape)}"
         )
     blocks = _in_blocks(x.astype(jnp.float32), block)
-    # A maximum passes NaN on; an infinity becomes one.
-    amax = jnp.abs(blocks).max(axis=-1, initial=0.0)
+    # Magnitudes are ordered as their bits are, NaN above all: XLA's maximum of
+    # floats may lose one.
+    bits = lax.bitcast_convert_type(jnp.abs(blocks), jnp.uint32)
+    amax = lax.bitcast_convert_type(bits.max(axis=-1, initial=0), jnp.float32)
     scales = jnp.where(
         jnp.isfinite(amax), jnp.maximum(amax, _FLOOR) / _LARGEST, jnp.nan
     )

@@ -101,8 +101,8 @@ def make_plan(
         factor * pairs plus the pads. 1 is enough for perfect balance.
       expert_alignment: group_sizes is rounded up to a multiple of it.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
-        `permute` makes. Default: the worst case, C * K and the pads: nothing
-        can be dropped. Expert rows past S are dropped: they contribute 0
+        `permute` makes. Default: the worst case, min(C, R * T) * K and
+        the pads: nothing can be dropped. Expert rows past S are dropped: they contribute 0
         forward and backward, and `expert_demand` and `expert_overflow` tell.
 
     Returns:
@@ -148,10 +148,12 @@ def make_plan(
             f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
         )
     local_experts = -(-num_experts // comm.num_ranks)
-    worst_case = _padded(capacity * top_k, local_experts, expert_alignment)
+    most = min(capacity, max(1, comm.num_ranks * num_tokens)) * top_k
+    worst_case = _padded(most, local_experts, expert_alignment)
     if expert_capacity is None:
-        most = min(capacity * top_k, max(1, pairs))
-        expert_capacity = _padded(most, local_experts, expert_alignment)
+        expert_capacity = _padded(
+            max(1, min(most, pairs)), local_experts, expert_alignment
+        )
     expert_capacity = checks.check_integer(
         "make_plan", "expert_capacity", expert_capacity, 1
     )

@@ -83,9 +83,9 @@ class ExpertOracle:
         return y
 
 
-def worst_case(capacity: int, top_k: int, local: int, alignment: int) -> int:
-    """S where nothing can be dropped."""
-    pairs = capacity * top_k
+def worst_case(rows: int, top_k: int, local: int, alignment: int) -> int:
+    """S where nothing can be dropped: for min(C, R * T) rows."""
+    pairs = max(1, rows) * top_k
     return (pairs + min(local, pairs) * (alignment - 1)) // alignment * alignment
 
 

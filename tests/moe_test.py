@@ -126,11 +126,11 @@ def _dense(shape):
 
 def assert_layer(backend, topk_idx, num_experts, capacity, alignment, **sizes):
     """moe against the dense layer. `sizes`: expert_capacity, hidden, inner."""
-    ranks, _, top_k = topk_idx.shape
+    ranks, tokens, top_k = topk_idx.shape
     local = -(-num_experts // ranks)
     expert_capacity = sizes.pop("expert_capacity", None)
     places = expert_capacity or expert_oracle.worst_case(
-        capacity, top_k, local, alignment
+        min(capacity, ranks * tokens), top_k, local, alignment
     )
     args = inputs(topk_idx, num_experts, **sizes)
     kept = kept_pairs(topk_idx, num_experts, capacity, alignment, places)

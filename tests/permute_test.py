@@ -89,9 +89,8 @@ def setting(routing, alignment, expert_capacity=None):
     ranks, _, top_k = routing.topk_idx.shape
     local = -(-routing.num_experts // ranks)
     if expert_capacity is None:
-        expert_capacity = expert_oracle.worst_case(
-            routing.capacity, top_k, local, alignment
-        )
+        rows = min(routing.capacity, ranks * routing.topk_idx.shape[1])
+        expert_capacity = expert_oracle.worst_case(rows, top_k, local, alignment)
     right = expert_oracle.expert_plan(
         plan.fields["recv_topk_idx"], local, alignment, expert_capacity
     )
@@ -718,6 +717,7 @@ def test_sizes_from_a_capacity_factor(plan_args, capacity, expert_capacity):
     align = plan_args.get("expert_alignment", 1)
     if expert_capacity is None:
         most = min(capacity * TOP_K, pairs)
+        most = max(1, most)
         expert_capacity = (most + min(local, most) * (align - 1)) // align * align
     seen = []
 
