@@ -56,6 +56,9 @@ struct Planner {
   Scratch& scratch;
   int32_t num_ranks;
   int32_t local_experts;
+  // ceil(2^32 / local_experts), 0 for 1: an id's rank by a multiplication,
+  // exact for ids and local_experts up to 2^16.
+  uint32_t reciprocal;
   int32_t warp;
   int32_t lane;
 
@@ -65,14 +68,20 @@ struct Planner {
         scratch(s),
         num_ranks(p.op.view.num_ranks),
         local_experts(LocalExperts(p.num_experts, p.op.view.num_ranks)),
+        reciprocal(local_experts == 1 ? 0 : 0xFFFFFFFFu / local_experts + 1),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
   __device__ bool IsExpert(int32_t id) const {
-    return id >= 0 && id < params.num_experts;
+    return static_cast<uint32_t>(id) <
+           static_cast<uint32_t>(params.num_experts);
+  }
+  __device__ int32_t RankOf(int32_t id) const {
+    return reciprocal == 0 ? id
+                           : static_cast<int32_t>(__umulhi(id, reciprocal));
   }
   __device__ uint64_t RankBit(int32_t id) const {
-    return IsExpert(id) ? uint64_t{1} << (id / local_experts) : 0;
+    return IsExpert(id) ? uint64_t{1} << RankOf(id) : 0;
   }
   __device__ uint64_t RanksOf(int64_t token) const;
   __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
@@ -275,7 +284,7 @@ __device__ void Planner::SendExpertCounts() const {
   const int32_t shared = min(params.num_experts, kSharedExperts);
   for (int32_t e = threadIdx.x; e < shared; e += kPlanThreads) {
     if (scratch.sent[e] == 0) continue;
-    const int32_t rank = e / local_experts;
+    const int32_t rank = RankOf(e);
     auto* received =
         reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
     ptx::AddRelaxedSys(
@@ -315,9 +324,19 @@ __device__ void Planner::WriteExpertCounts() const {
   }
 }
 
+#ifdef PLAN_TRACE
+#define TRACE(i) \
+  if (threadIdx.x == 0) trace[i] = ptx::GlobalTimer();
+#else
+#define TRACE(i)
+#endif
 __global__ void __launch_bounds__(kPlanThreads)
     PlanKernel(const __grid_constant__ PlanParams params) {
   __shared__ Scratch scratch;
+#ifdef PLAN_TRACE
+  __shared__ uint64_t trace[12];
+#endif
+  TRACE(0)
   const Control control(params.op, "plan");
   const Planner planner(params, control, scratch);
   const int64_t num_chunks = (params.num_tokens + kChunk - 1) / kChunk;
@@ -338,21 +357,44 @@ __global__ void __launch_bounds__(kPlanThreads)
       scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
       scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
     }
+    TRACE(1)
     planner.CountTokens(params.num_tokens);
+    TRACE(2)
     planner.Publish();
   } else {
     planner.CountTokens(chunks.begin * kChunk);
   }
+  TRACE(3)
   planner.LearnSlots();
+  TRACE(4)
   planner.WriteTokens(chunks);
+  TRACE(5)
   planner.FillEmptySlots();
   planner.SendExpertCounts();
+  TRACE(6)
   if (blockIdx.x == 0) planner.WriteTotals();
-  if (IsLastBlock(control)) {
+  TRACE(7)
+  const bool last = IsLastBlock(control);
+  TRACE(8)
+  if (last) {
     CloseWithPeers(control);
+    TRACE(9)
     planner.WriteExpertCounts();
     AdvanceEpoch(control);
+    TRACE(10)
   }
+#ifdef PLAN_TRACE
+  if (threadIdx.x == 0 && control.epoch == 10 &&
+      (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1 || last))
+    printf("trace r%d b%d last%d: %llu %d %d %d %d %d %d %d %d %d %d\n",
+           control.rank(), blockIdx.x, last, (unsigned long long)trace[0],
+           int(trace[1] - trace[0]), int(trace[2] - trace[0]),
+           int(trace[3] - trace[0]), int(trace[4] - trace[0]),
+           int(trace[5] - trace[0]), int(trace[6] - trace[0]),
+           int(trace[7] - trace[0]), int(trace[8] - trace[0]),
+           last ? int(trace[9] - trace[0]) : 0,
+           last ? int(trace[10] - trace[0]) : 0);
+#endif
 }
 
 }  // namespace

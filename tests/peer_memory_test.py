@@ -57,6 +57,7 @@ class Driver(types.ModuleType):
     def __init__(self, unreachable=()):
         super().__init__("driver")
         self.unreachable = set(unreachable)
+        self.without_atomics = set()
         self.answers = {}
         self.calls = []
         self.memory = {}
@@ -79,8 +80,14 @@ class Driver(types.ModuleType):
     def cuDeviceGet(self, ordinal):
         return CUresult.CUDA_SUCCESS, ordinal
 
-    def cuDeviceCanAccessPeer(self, device, peer):
-        return CUresult.CUDA_SUCCESS, int((device, peer) not in self.unreachable)
+    class CUdevice_P2PAttribute(enum.Enum):
+        CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED = 2
+        CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED = 3
+
+    def cuDeviceGetP2PAttribute(self, attribute, device, peer):
+        atomic = attribute.name.endswith("ATOMIC_SUPPORTED")
+        lacking = self.without_atomics if atomic else self.unreachable
+        return CUresult.CUDA_SUCCESS, int((device, peer) not in lacking)
 
     def cuDevicePrimaryCtxRetain(self, device):
         return self._answer("cuDevicePrimaryCtxRetain", device), device
@@ -201,6 +208,12 @@ class TestPeerAccess:
         driver.unreachable = {(4, 0)}
         groups = [[Gpu(0), Gpu(4)]]
         assert peer_memory.why_not_cuda(groups) == "no peer access between GPUs (4, 0)"
+
+    def test_peers_without_atomics(self, driver):
+        driver.without_atomics = {(4, 0)}
+        assert peer_memory.why_not_cuda([[Gpu(0), Gpu(4)]]) == (
+            "no atomic operations between GPUs (4, 0)"
+        )
 
     def test_named_backend_raises(self, driver, module):
         assert_refused(CANNOT + NO_ACCESS, 0, 4)
