@@ -20,13 +20,13 @@ import checkpoint
 import jax
 import matplotlib.figure
 import numpy as np
-import optax
+import optax  # type: ignore[import-untyped]
 import text_data
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_lm_model import ModelConfig, MoELanguageModel, partition_specs
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import jax_ep
 
