@@ -46,6 +46,8 @@ struct Scratch {
   // The next slot of each rank's buffer that this block fills. Until the peers'
   // counts are known, from the first of this rank's rows there.
   int32_t next_slot[kMaxRanks];
+  // What each source has for this rank, and all of it, before drops.
+  int32_t received_rows[kMaxRanks];
   int32_t demand;
   int32_t sent[kSharedExperts];
 };
@@ -155,26 +157,31 @@ __device__ void Planner::Publish() const {
     ptx::StoreRelaxedSys(control.Counts(i / num_ranks, control.rank(), to),
                          control.Word(scratch.next_slot[to]));
   }
-  PublishReady(control, scratch.own, kNumAddresses);
   __syncthreads();
   // The block's own tokens are the first.
   if (threadIdx.x < num_ranks) scratch.next_slot[threadIdx.x] = 0;
+  __syncthreads();
 }
 
 // The rows of earlier ranks stand before this rank's.
 __device__ void Planner::LearnSlots() const {
-  for (int32_t r = threadIdx.x; r < num_ranks; r += kPlanThreads) {
-    int32_t demand = 0;
-    for (int32_t source = 0; source < num_ranks; ++source) {
-      if (source == control.rank()) scratch.next_slot[r] += demand;
-      // Only the whole of this rank's own demand matters.
-      if (source >= control.rank() && r != control.rank()) break;
-      demand += Wait(control, control.Counts(control.rank(), source, r),
-                     "the counts", source);
-    }
-    if (r == control.rank()) scratch.demand = demand;
+  const int32_t me = control.rank();
+  for (int32_t i = threadIdx.x; i < num_ranks * num_ranks; i += kPlanThreads) {
+    const int32_t source = i / num_ranks;
+    const int32_t to = i % num_ranks;
+    if (source >= me && to != me) continue;
+    const int32_t rows =
+        Wait(control, control.Counts(me, source, to), "the counts", source);
+    if (source < me) atomicAdd(&scratch.next_slot[to], rows);
+    if (to == me) scratch.received_rows[source] = rows;
   }
   WaitReady(control, scratch.peers, kNumAddresses);
+  if (threadIdx.x == 0) {
+    int32_t demand = 0;
+    for (int32_t r = 0; r < num_ranks; ++r) demand += scratch.received_rows[r];
+    scratch.demand = demand;
+  }
+  __syncthreads();
 }
 
 // Turns the tokens of `chunks` into routes and metadata, a chunk to a warp.
@@ -298,9 +305,7 @@ __device__ void Planner::WriteTotals() const {
   if (threadIdx.x != 0) return;
   int64_t before = 0;
   for (int32_t source = 0; source < num_ranks; ++source) {
-    const int32_t rows =
-        Wait(control, control.Counts(control.rank(), source, control.rank()),
-             "the counts", source);
+    const int32_t rows = scratch.received_rows[source];
     const int64_t room = max(params.capacity - before, int64_t{0});
     params.recv_counts[source] = static_cast<int32_t>(min(int64_t{rows}, room));
     before += rows;
@@ -324,19 +329,9 @@ __device__ void Planner::WriteExpertCounts() const {
   }
 }
 
-#ifdef PLAN_TRACE
-#define TRACE(i) \
-  if (threadIdx.x == 0) trace[i] = ptx::GlobalTimer();
-#else
-#define TRACE(i)
-#endif
 __global__ void __launch_bounds__(kPlanThreads)
     PlanKernel(const __grid_constant__ PlanParams params) {
   __shared__ Scratch scratch;
-#ifdef PLAN_TRACE
-  __shared__ uint64_t trace[12];
-#endif
-  TRACE(0)
   const Control control(params.op, "plan");
   const Planner planner(params, control, scratch);
   const int64_t num_chunks = (params.num_tokens + kChunk - 1) / kChunk;
@@ -357,44 +352,24 @@ __global__ void __launch_bounds__(kPlanThreads)
       scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
       scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
     }
-    TRACE(1)
+    __syncthreads();
+    // Before the counting: the peers' answers travel meanwhile.
+    PublishReady(control, scratch.own, kNumAddresses);
     planner.CountTokens(params.num_tokens);
-    TRACE(2)
     planner.Publish();
   } else {
     planner.CountTokens(chunks.begin * kChunk);
   }
-  TRACE(3)
   planner.LearnSlots();
-  TRACE(4)
   planner.WriteTokens(chunks);
-  TRACE(5)
   planner.FillEmptySlots();
   planner.SendExpertCounts();
-  TRACE(6)
   if (blockIdx.x == 0) planner.WriteTotals();
-  TRACE(7)
-  const bool last = IsLastBlock(control);
-  TRACE(8)
-  if (last) {
+  if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    TRACE(9)
     planner.WriteExpertCounts();
     AdvanceEpoch(control);
-    TRACE(10)
   }
-#ifdef PLAN_TRACE
-  if (threadIdx.x == 0 && control.epoch == 10 &&
-      (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1 || last))
-    printf("trace r%d b%d last%d: %llu %d %d %d %d %d %d %d %d %d %d\n",
-           control.rank(), blockIdx.x, last, (unsigned long long)trace[0],
-           int(trace[1] - trace[0]), int(trace[2] - trace[0]),
-           int(trace[3] - trace[0]), int(trace[4] - trace[0]),
-           int(trace[5] - trace[0]), int(trace[6] - trace[0]),
-           int(trace[7] - trace[0]), int(trace[8] - trace[0]),
-           last ? int(trace[9] - trace[0]) : 0,
-           last ? int(trace[10] - trace[0]) : 0);
-#endif
 }
 
 }  // namespace

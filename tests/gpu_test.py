@@ -112,6 +112,11 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def close(self) -> None:
+        """Ends it and lets go of its output."""
+        self.kill()
+        self._output.close()
+
     def _text(self) -> str:
         self._output.seek(0)
         return self._output.read().decode(errors="replace")
@@ -134,7 +139,7 @@ def start():
 
     yield start_child
     for child in children:
-        child.kill()
+        child.close()
 
 
 # CUDA graphs
