@@ -148,11 +148,11 @@ def _check_arguments(mesh, axis_name, backend, num_sms, timeout_s) -> None:
             f"{where}: axis {axis_name!r} must have at most "
             f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
         )
-    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
+    if num_sms is not None and (type(num_sms) is not int or num_sms < 1):
         raise ValueError(
             f"{where}: num_sms must be an integer >= 1 or None, found {num_sms!r}"
         )
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e6:
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
         raise ValueError(
             f"{where}: timeout_s must be seconds above 0 and below 1e6, "
             f"found {timeout_s!r}"
