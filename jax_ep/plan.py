@@ -101,9 +101,10 @@ def make_plan(
         factor * pairs plus the pads. 1 is enough for perfect balance.
       expert_alignment: group_sizes is rounded up to a multiple of it.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
-        `permute` makes. Default: the worst case, min(C, R * T) * K and
-        the pads: nothing can be dropped. Expert rows past S are dropped: they contribute 0
-        forward and backward, and `expert_demand` and `expert_overflow` tell.
+        `permute` makes. Default: the worst case, min(C, R * T) * K and the
+        pads, where nothing can be dropped. Expert rows past S are dropped: they
+        contribute 0 forward and backward, and `expert_demand` and
+        `expert_overflow` tell.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -151,9 +152,8 @@ def make_plan(
     most = min(capacity, max(1, comm.num_ranks * num_tokens)) * top_k
     worst_case = _padded(most, local_experts, expert_alignment)
     if expert_capacity is None:
-        expert_capacity = _padded(
-            max(1, min(most, pairs)), local_experts, expert_alignment
-        )
+        fitting = most if capacity_factor is None else max(1, min(most, pairs))
+        expert_capacity = _padded(fitting, local_experts, expert_alignment)
     expert_capacity = checks.check_integer(
         "make_plan", "expert_capacity", expert_capacity, 1
     )
