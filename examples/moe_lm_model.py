@@ -30,16 +30,6 @@ class ModelConfig:
     # busy. What finds no room is dropped, and reported.
     capacity_factor: float = 1.5
 
-    def rank_capacity(self, num_tokens: int, num_ranks: int) -> int:
-        """Rows that one rank can receive, when each rank holds num_tokens tokens."""
-        busy_share = num_tokens * min(self.top_k, num_ranks)
-        return min(num_tokens * num_ranks, int(self.capacity_factor * busy_share))
-
-    def expert_capacity(self, num_tokens: int, num_ranks: int) -> int:
-        """Rows that one expert can work on."""
-        busy_share = num_tokens * num_ranks * self.top_k // self.experts
-        return min(num_tokens * num_ranks, int(self.capacity_factor * busy_share))
-
 
 class Experts(nnx.Module):
     """One two-layer MLP per expert. Each rank holds a slice of the leading axis."""
@@ -50,27 +40,14 @@ class Experts(nnx.Module):
         self.w_in = nnx.Param(init(rngs.params(), shape))
         self.w_out = nnx.Param(init(rngs.params(), (shape[0], shape[2], shape[1])))
 
-    def __call__(self, rows, experts, weights, capacity: int):
-        """Sum over k of weights[:, k] * MLP of expert experts[:, k].
-
-        rows [C, H]; experts [C, K], local numbers, -1 for none; weights [C, K].
-        Each expert takes its first `capacity` rows.
-        """
-        out = jnp.zeros_like(rows)
-        for e in range(self.w_in.shape[0]):
-            here = experts == e
-            weight = jnp.where(here, weights, 0).sum(-1, keepdims=True)
-            # Where the expert's rows are; past the last one C, which reads as 0.
-            (index,) = jnp.nonzero(here.any(-1), size=capacity, fill_value=len(rows))
-            take = lambda a, i=index: a.at[i].get(mode="fill", fill_value=0)  # noqa: E731
-            hidden = jax.nn.gelu(take(rows) @ self.w_in[e])
-            y = take(weight) * (hidden @ self.w_out[e])
-            out = out.at[index].add(y, mode="drop")
-        return out
+    def __call__(self, rows, group_sizes):
+        """rows [S, H], those of each expert together, group_sizes[e] of expert e."""
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, self.w_in[...], group_sizes))
+        return jax.lax.ragged_dot(hidden, self.w_out[...], group_sizes)
 
 
 class MoE(nnx.Module):
-    """Router, dispatch, experts, combine."""
+    """Router and the layer that jax_ep makes of it."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -85,26 +62,21 @@ class MoE(nnx.Module):
         weights, experts = jax.lax.top_k(probabilities, self.config.top_k)
         weights /= weights.sum(-1, keepdims=True)
 
-        sizes = x.shape[0], comm.num_ranks
-        expert_capacity = self.config.expert_capacity(*sizes)
         plan = jax_ep.make_plan(
             experts,
             comm=comm,
             num_experts=self.config.experts,
-            capacity=self.config.rank_capacity(*sizes),
+            capacity_factor=self.config.capacity_factor,
         )
-        # The weights travel beside the tokens, so that the receiver can apply them,
-        # and their gradient comes home the same way.
-        rows, row_weights = jax_ep.dispatch((x, weights), plan)
-        y = self.experts(rows, plan.recv_topk_idx, row_weights, expert_capacity)
-
-        # Choices of the router that found room on the rank and with the expert.
-        served = jnp.minimum(plan.expert_counts, expert_capacity).sum()
+        # Tokens to their experts and back; the weights travel along, and so does
+        # their gradient on the way home.
+        y = jax_ep.moe_with_plan(x, weights, self.experts, plan)
         statistics = {
             "balance_loss": balance_loss(probabilities, experts, comm),
-            "served": served / experts.size,
+            # Choices of the router that found room on the rank and among its rows.
+            "served": plan.group_sizes.sum() / experts.size,
         }
-        return jax_ep.combine(y, plan), statistics
+        return y, statistics
 
 
 def balance_loss(probabilities, experts, comm: jax_ep.Communicator):

@@ -105,7 +105,7 @@ def _bind_leaves(primitive, leaves, plan, rows, weights) -> list[jax.Array]:
     if not moving:
         return outputs
     routing = expert_rows(plan)
-    axes = functools.reduce(frozenset.union, map(varying, routing))
+    axes = frozenset().union(*map(varying, routing))
     if weights is not None:
         # The gradient of the weights varies as all of the leaves do.
         axes |= varying(weights).union(*(varying(leaves[i]) for i in moving))
@@ -296,7 +296,7 @@ def _rows_jvp(primitive: Primitive, primals, tangents, *, weighted, **params):
 def _rows_transpose(primitive, cotangents, *operands, weighted, **params):
     routing, weights, leaves = _split(operands, weighted)
     none = [None] * _NUM_ROUTING
-    if weighted and ad.is_undefined_primal(weights):
+    if weights is not None and ad.is_undefined_primal(weights):
         live = _live(cotangents)
         if not live:
             return [*none, ad.Zero(weights.aval), *[None] * len(leaves)]

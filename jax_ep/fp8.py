@@ -67,15 +67,14 @@ def quantize_fp8(
     scales = jnp.where(
         jnp.isfinite(amax), jnp.maximum(amax, _FLOOR) / _LARGEST, jnp.nan
     )
+    sent = scales
     if scale == "ue8m0":
         exponents = _exponents_above(scales)
+        sent = lax.bitcast_convert_type(exponents, _UE8M0)
         scales = _power_of_two(exponents)
     # Division may end a rounding above 448, where e4m3 knows only NaN.
     q = jnp.clip(blocks / scales[..., None], -_LARGEST, _LARGEST).astype(_FP8)
-    q = q.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
-    if scale == "ue8m0":
-        return q, lax.bitcast_convert_type(exponents, _UE8M0)
-    return q, scales
+    return q.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], sent
 
 
 def dequantize_fp8(
@@ -168,7 +167,8 @@ def _send(x, plan, block, scale):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _straight_through(block, scale, x, plan):
-    return dequantize_fp8(*_send(x, plan, block, scale), block, x.dtype)
+    q, scales = _send(x, plan, block, scale)
+    return dequantize_fp8(q, scales, block, x.dtype)
 
 
 def _forward(block, scale, x, plan):
