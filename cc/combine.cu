@@ -1,19 +1,20 @@
 // combine: every rank gathers its tokens' rows from its peers and sums them.
 //
-// Launch: view.num_sms blocks of kRowThreads; kBulkSharedBytes of dynamic
+// Launch: view.num_sms blocks of kCombineThreads; kBulkSharedBytes of dynamic
 //         shared memory where view.has_bulk.
-// Roles:  block 0 publishes the addresses of this rank's inputs; all warps of
-//         all blocks sum rows, each with a ring of pieces of its own that bulk
-//         copies fill ahead of it (else through registers); the last block
-//         closes with the peers.
+// Roles:  block 0 publishes the addresses of this rank's inputs. In each block
+//         one warp loads the rows of a token after the other into a ring of
+//         stages by bulk copies, the other warps sum them; what bulk copies
+//         cannot load the summing warps load themselves. The last block closes
+//         with the peers.
 // Reads:  params.routes, leaves[].in of this rank and of the peers. Writes:
 //         leaves[].out of this rank, every row once.
 // Order:  publish (release; this rank's rows were written before it in stream
 //         order) -> the peers' WaitReady (acquire) -> their loads -> their
 //         CloseWithPeers (release) -> ours (acquire): only then may the rows be
 //         overwritten. A proxy fence stands between WaitReady and the first
-//         bulk load, and between the reads of a piece and the bulk load that
-//         takes its place.
+//         bulk load, and between the reads of a stage and the bulk loads that
+//         take its place.
 #include <cuda_runtime.h>
 
 #include "cc/device/bulk.cuh"
@@ -25,179 +26,133 @@
 namespace jax_ep {
 namespace {
 
+// The summing warps, and one that loads rows for them.
+constexpr int kCombineThreads = kRowThreads + kWarpSize;
+
 #if JAX_EP_HAS_BULK
 
-// A piece: what a warp sums at a time, kUnits units of 16 bytes a lane.
-constexpr int kUnits = 4;
-constexpr int kPieceBytes = kUnits * kWarpSize * 16;
-constexpr int kPieces = kBulkSharedBytes / kRowWarps / kPieceBytes;
+// Stages of a block's ring. A stage takes the same columns of all rows that one
+// token's sum has.
+constexpr int kStages = 6;
+constexpr int kStageBytes = kBulkSharedBytes / kStages / 128 * 128;
 
-// Walks over the pieces of a leaf that a warp sums: its items in turn, of each
-// item its columns, of each column the sources in rank order.
-struct Cursor {
-  const CombineParams& params;
-  std::byte* const* inputs;
-  int32_t leaf;
-  int32_t parts;
-  int32_t columns;  // pieces of a row
-  int64_t items;
-  int64_t stride;
+struct Stage {
+  uint64_t loaded;   // mbarrier: the rows are there
+  uint64_t summed;   // mbarrier: all summing warps have read them
+  int64_t out;       // first byte of the columns in the leaf's output
+  int32_t bytes;     // of the columns
+  int32_t num_rows;  // of the token, Columns::bytes apart
+};
 
-  int64_t item;
-  int32_t column;
-  int32_t end_column;
-  uint64_t source;   // of this lane, 0 where there is none
-  uint32_t sources;  // lanes that have one
-  uint32_t left;     // those still to come in this column
+// How a leaf is cut into stages: some columns of all rows at a time.
+struct Columns {
+  int64_t row_bytes;
+  int32_t bytes;  // of a full column
+  int32_t count;
 
-  __device__ Cursor(const CombineParams& p, std::byte* const* in, int32_t l,
-                    const Workers& workers)
-      : params(p), inputs(in), leaf(l), stride(workers.count) {
-    const int64_t row_bytes = p.leaves[l].row_bytes;
-    columns = static_cast<int32_t>((row_bytes + kPieceBytes - 1) / kPieceBytes);
-    parts = PartsPerRow(workers, p.num_tokens, row_bytes);
-    items = p.num_tokens * parts;
-    item = workers.index;
-    Enter();
-  }
-
-  __device__ bool Done() const { return item >= items; }
-  __device__ int64_t token() const { return item / parts; }
-
-  __device__ void NextItem() {
-    item += stride;
-    Enter();
-  }
-  __device__ void NextColumn() {
-    ++column;
-    left = sources;
-    if (column == end_column) NextItem();
-  }
-  // The bytes of a row that the column covers.
-  __device__ int64_t Begin() const { return int64_t{column} * kPieceBytes; }
-  __device__ uint32_t Bytes() const {
-    return static_cast<uint32_t>(
-        min(int64_t{kPieceBytes}, params.leaves[leaf].row_bytes - Begin()));
-  }
-
- private:
-  __device__ void Enter() {
-    if (Done()) return;
-    const int32_t part = static_cast<int32_t>(item % parts);
-    column = columns * part / parts;
-    end_column = columns * (part + 1) / parts;
-    const int2 route = RouteOf(params, token());
-    source = RowAt(params, inputs, leaf, route);
-    sources = left = __ballot_sync(kAllLanes, route.x >= 0);
+  __device__ Columns(const CombineParams& params, const Leaf& leaf)
+      : row_bytes(leaf.row_bytes) {
+    // As even as 16-byte units allow, all possible rows in one stage.
+    const int32_t most = kStageBytes / params.routes_per_token / 16 * 16;
+    count = static_cast<int32_t>((row_bytes + most - 1) / most);
+    bytes =
+        static_cast<int32_t>((row_bytes + count * 16 - 1) / (count * 16) * 16);
   }
 };
 
-// One warp's ring of pieces, kPieces bulk loads ahead of the sums.
-class Ring {
- public:
-  __device__ Ring(uint64_t* loaded, std::byte* bytes)
-      : loaded_(loaded), bytes_(bytes), lane_(threadIdx.x % kWarpSize) {
-    if (lane_ == 0) {
-      for (int i = 0; i < kPieces; ++i) bulk::InitBarrier(&loaded_[i], 1);
-      bulk::FenceBarrierInit();
-      // The rows were written by ordinary stores and acquired as such.
-      bulk::FenceProxy();
-    }
-    __syncwarp();
-  }
+// The ring as one side sees it: which stage is next and in which round.
+struct Turn {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
 
-  // Fills free places with the pieces at `ahead`.
-  __device__ void Fill(Cursor& ahead) {
-    while (asked_ - taken_ < kPieces && !ahead.Done()) {
-      if (ahead.left == 0) {  // a token without rows
-        ahead.NextItem();
-        continue;
-      }
-      const uint64_t from = AddressOf(ahead.source, __ffs(ahead.left) - 1);
-      if (lane_ == 0) {
-        const uint32_t place = asked_ % kPieces;
-        bulk::ArriveExpecting(&loaded_[place], ahead.Bytes());
-        bulk::Load(bytes_ + place * kPieceBytes,
-                   reinterpret_cast<const std::byte*>(from) + ahead.Begin(),
-                   ahead.Bytes(), &loaded_[place]);
-      }
-      ++asked_;
-      ahead.left &= ahead.left - 1;
-      if (ahead.left == 0) ahead.NextColumn();
+  __device__ void Next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
     }
   }
-
-  // The next piece, once it is there.
-  __device__ const uint4* Take() {
-    const uint32_t place = taken_ % kPieces;
-    bulk::WaitBarrier(&loaded_[place], taken_ / kPieces & 1);
-    return reinterpret_cast<const uint4*>(bytes_ + place * kPieceBytes);
-  }
-
-  // Gives the place of the piece taken last back; all lanes have read it.
-  __device__ void GiveBack() {
-    bulk::FenceProxy();
-    __syncwarp();
-    ++taken_;
-  }
-
- private:
-  uint64_t* loaded_;
-  std::byte* bytes_;
-  int32_t lane_;
-  uint32_t asked_ = 0;
-  uint32_t taken_ = 0;
 };
 
-template <typename T, typename Wide>
-__device__ void SumBulk(Cursor now, Ring& ring) {
-  using Row = Elements<T, uint4>;
+// The loading warp: lane j loads the row of route j.
+__device__ void LoadStages(const CombineParams& params,
+                           std::byte* const* inputs, int32_t i, Stage* stages,
+                           std::byte* bytes, Turn& turn) {
+  const Columns columns(params, params.leaves[i]);
   const int32_t lane = threadIdx.x % kWarpSize;
-  const Leaf& leaf = now.params.leaves[now.leaf];
-  Cursor ahead = now;
-  ring.Fill(ahead);
-  while (!now.Done()) {
-    // Minus zero is the neutral element: a lone -0.0 stays what it is. A token
-    // without rows gets plus zero.
-    const Wide neutral = now.sources == 0 ? Wide(0) : -Wide(0);
-    Wide total[kUnits][Row::kSize];
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-#pragma unroll
-      for (int e = 0; e < Row::kSize; ++e) total[i][e] = neutral;
+  int64_t token = blockIdx.x;
+  int2 next = token < params.num_tokens ? RouteOf(params, token) : int2{-1, -1};
+  for (; token < params.num_tokens; token += gridDim.x) {
+    const int2 route = next;
+    if (token + gridDim.x < params.num_tokens) {
+      next = RouteOf(params, token + gridDim.x);
     }
-    const int32_t units = now.Bytes() / 16;
-    for (uint32_t left = now.sources; left != 0; left &= left - 1) {
-      const uint4* piece = ring.Take();
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const int32_t at = i * kWarpSize + lane;
-        if (at < units) {
-          const Row row = Row::From(piece[at]);
-#pragma unroll
-          for (int e = 0; e < Row::kSize; ++e) total[i][e] += Widen(row.at[e]);
-        }
+    const uint32_t rows = __ballot_sync(kAllLanes, route.x >= 0);
+    const auto* from =
+        reinterpret_cast<const std::byte*>(RowAt(params, inputs, i, route));
+    const int32_t place = __popc(rows & ((1u << lane) - 1));
+    for (int32_t c = 0; c < columns.count; ++c, turn.Next()) {
+      Stage& stage = stages[turn.stage];
+      const int64_t begin = int64_t{c} * columns.bytes;
+      const int32_t size = static_cast<int32_t>(
+          min(int64_t{columns.bytes}, columns.row_bytes - begin));
+      if (lane == 0) {
+        // The first round finds the stages free.
+        bulk::WaitBarrier(&stage.summed, turn.parity ^ 1);
+        stage.out = token * columns.row_bytes + begin;
+        stage.bytes = size;
+        stage.num_rows = __popc(rows);
+        bulk::ArriveExpecting(&stage.loaded, size * __popc(rows));
       }
-      ring.GiveBack();
-      ring.Fill(ahead);
+      __syncwarp();
+      if (route.x >= 0) {
+        bulk::Load(bytes + turn.stage * kStageBytes + place * columns.bytes,
+                   from + begin, size, &stage.loaded);
+      }
     }
-    uint4* out = reinterpret_cast<uint4*>(
-        leaf.out + now.token() * leaf.row_bytes + now.Begin());
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int32_t at = i * kWarpSize + lane;
-      Row sum;
-#pragma unroll
-      for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[i][e]);
-      if (at < units) StoreUnit(out + at, sum.ToUnit());
-    }
-    now.NextColumn();
   }
 }
 
-#else
-
-class Ring {};
+// The summing warps: each thread sums some 16-byte units of every stage.
+template <typename T, typename Wide>
+__device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
+                          const std::byte* bytes, Turn& turn) {
+  using Row = Elements<T, uint4>;
+  const Leaf& leaf = params.leaves[i];
+  const Columns columns(params, leaf);
+  for (int64_t token = blockIdx.x; token < params.num_tokens;
+       token += gridDim.x) {
+    for (int32_t c = 0; c < columns.count; ++c, turn.Next()) {
+      Stage& stage = stages[turn.stage];
+      bulk::WaitBarrier(&stage.loaded, turn.parity);
+      const int32_t num_rows = stage.num_rows;
+      const int32_t units = stage.bytes / 16;
+      const std::byte* rows = bytes + turn.stage * kStageBytes;
+      uint4* out = reinterpret_cast<uint4*>(leaf.out + stage.out);
+      for (int32_t at = threadIdx.x; at < units; at += kRowThreads) {
+        // Minus zero is the neutral element: a lone -0.0 stays what it is. A
+        // token without rows gets plus zero.
+        const Wide neutral = num_rows == 0 ? Wide(0) : -Wide(0);
+        Wide total[Row::kSize];
+#pragma unroll
+        for (int e = 0; e < Row::kSize; ++e) total[e] = neutral;
+        for (int32_t r = 0; r < num_rows; ++r) {
+          const Row row = Row::From(*reinterpret_cast<const uint4*>(
+              rows + r * columns.bytes + at * 16));
+#pragma unroll
+          for (int e = 0; e < Row::kSize; ++e) total[e] += Widen(row.at[e]);
+        }
+        Row sum;
+#pragma unroll
+        for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[e]);
+        StoreUnit(out + at, sum.ToUnit());
+      }
+      // Bulk loads will take the place of what was read here.
+      bulk::FenceProxyShared();
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) bulk::Arrive(&stage.summed);
+    }
+  }
+}
 
 #endif  // JAX_EP_HAS_BULK
 
@@ -218,42 +173,57 @@ __device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
   }
 }
 
-template <typename T, typename Wide>
-__device__ void SumLeaf(const CombineParams& params, std::byte* const* inputs,
-                        int32_t i, const Workers& workers, Ring* ring) {
-#if JAX_EP_HAS_BULK
-  if (ring != nullptr) {
-    return SumBulk<T, Wide>(Cursor(params, inputs, i, workers), *ring);
+// Calls `sum` with a value of the leaf's element and one of its sum's type.
+template <typename Sum>
+__device__ __forceinline__ void WithElement(Element element, const Sum& sum) {
+  switch (element) {
+    case Element::kBf16:
+      return sum(Bf16{}, 0.f);
+    case Element::kF16:
+      return sum(F16{}, 0.f);
+    case Element::kF32:
+      return sum(0.f, 0.f);
+    case Element::kF64:
+      return sum(0., 0.);
+    case Element::kNone:
+      return;
   }
-#endif
-  SumPlain<T, Wide>(params, inputs, i, workers);
 }
 
-__device__ void SumLeaves(const CombineParams& params, std::byte* const* inputs,
-                          uint32_t bulk_leaves, const Workers& workers,
-                          Ring& ring) {
+#if JAX_EP_HAS_BULK
+
+__device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
+                        uint32_t bulk_leaves) {
+  extern __shared__ __align__(128) std::byte bytes[];
+  __shared__ Stage stages[kStages];
+  if (threadIdx.x == 0) {
+    for (Stage& stage : stages) {
+      bulk::InitBarrier(&stage.loaded, 1);
+      bulk::InitBarrier(&stage.summed, kRowWarps);
+    }
+    bulk::FenceBarrierInit();
+  }
+  __syncthreads();
+  const bool loads = threadIdx.x >= kRowThreads;
+  // The rows were written by ordinary stores and acquired as such.
+  if (loads) bulk::FenceProxy();
+  Turn turn;
   for (int32_t i = 0; i < params.num_leaves; ++i) {
-    Ring* const with = bulk_leaves >> i & 1 ? &ring : nullptr;
-    switch (params.leaves[i].element) {
-      case Element::kBf16:
-        SumLeaf<Bf16, float>(params, inputs, i, workers, with);
-        break;
-      case Element::kF16:
-        SumLeaf<F16, float>(params, inputs, i, workers, with);
-        break;
-      case Element::kF32:
-        SumLeaf<float, float>(params, inputs, i, workers, with);
-        break;
-      case Element::kF64:
-        SumLeaf<double, double>(params, inputs, i, workers, with);
-        break;
-      case Element::kNone:
-        break;
+    if (!(bulk_leaves >> i & 1)) continue;
+    if (loads) {
+      LoadStages(params, inputs, i, stages, bytes, turn);
+    } else {
+      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
+        SumStages<decltype(element), decltype(wide)>(params, i, stages, bytes,
+                                                     turn);
+      });
     }
   }
 }
 
-__global__ void __launch_bounds__(kRowThreads, 1)
+#endif  // JAX_EP_HAS_BULK
+
+__global__ void __launch_bounds__(kCombineThreads, 1)
     CombineKernel(const __grid_constant__ CombineParams params) {
   __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
   const Control control(params.op, "combine");
@@ -266,16 +236,19 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     PublishReady(control, own, params.num_leaves);
   }
   WaitReady(control, inputs, params.num_leaves);
-  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  const uint32_t bulk_leaves = BulkLeaves(params, inputs);
 #if JAX_EP_HAS_BULK
-  extern __shared__ __align__(128) std::byte bulk_bytes[];
-  __shared__ uint64_t loaded[kRowWarps][kPieces];
-  const int32_t warp = threadIdx.x / kWarpSize;
-  Ring ring(loaded[warp], bulk_bytes + warp * kPieces * kPieceBytes);
-#else
-  Ring ring;
+  if (bulk_leaves != 0) SumBulk(params, inputs, bulk_leaves);
 #endif
-  SumLeaves(params, inputs, BulkLeaves(params, inputs), workers, ring);
+  if (threadIdx.x < kRowThreads) {
+    const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+    for (int32_t i = 0; i < params.num_leaves; ++i) {
+      if (bulk_leaves >> i & 1) continue;
+      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
+        SumPlain<decltype(element), decltype(wide)>(params, inputs, i, workers);
+      });
+    }
+  }
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
     AdvanceEpoch(control);
@@ -285,7 +258,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
-  CombineKernel<<<params.op.view.num_sms, kRowThreads,
+  CombineKernel<<<params.op.view.num_sms, kCombineThreads,
                   params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
       params);
   return cudaPeekAtLastError();

@@ -2,10 +2,10 @@
 //
 // Launch: view.num_sms blocks of kRowThreads; kBulkSharedBytes of dynamic
 //         shared memory where view.has_bulk.
-// Roles:  block 0 publishes the addresses of this rank's outputs. Of the
-//         blocks, one share moves the rows that stay on this rank and R shares
-//         move those that go to peers: local rows cost as much memory traffic
-//         as remote ones and must not take turns with the link. Of the warps,
+// Roles:  block 0 publishes the addresses of this rank's outputs. One in R
+//         blocks moves the rows that stay on this rank, the others those that
+//         go to peers: a multiprocessor stores local rows no faster than the
+//         link takes remote ones, and they must not take turns. Of the warps,
 //         the first kBulkWarps move rows by bulk copies through shared memory;
 //         the others zero the empty slots, then move what bulk copies cannot.
 //         The last block closes with the peers.
@@ -39,15 +39,14 @@ __device__ Role RoleOf(int32_t num_ranks) {
   const int32_t blocks = gridDim.x;
   const int32_t block = blockIdx.x;
   if (num_ranks == 1 || blocks == 1) return {true, true, block, blocks};
-  const int32_t local = max(1, blocks / (num_ranks + 1));
+  const int32_t local = max(1, blocks / num_ranks);
   if (block < local) return {true, false, block, local};
   return {false, true, block - local, blocks - local};
 }
 
-// Lane j's route where this block moves that row, else rank -1.
-__device__ int2 RouteIn(const DispatchParams& params, const Role& role,
-                        int64_t token) {
-  int2 route = RouteOf(params, token);
+// `route` where this block moves that row, else rank -1.
+__device__ int2 InRole(const DispatchParams& params, const Role& role,
+                       int2 route) {
   const bool local = route.x == params.op.view.rank;
   if (!(local ? role.local : role.remote)) route.x = -1;
   return route;
@@ -84,7 +83,7 @@ __device__ void MovePlain(const DispatchParams& params, const Role& role,
     for (int64_t item = workers.index; item < params.num_tokens * parts;
          item += workers.count) {
       const int64_t token = item / parts;
-      const int2 route = RouteIn(params, role, token);
+      const int2 route = InRole(params, role, RouteOf(params, token));
       const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
       if (targets == 0) continue;
       CopyRow(leaf.in + token * leaf.row_bytes,
@@ -121,6 +120,8 @@ class BulkMover {
       }
       bulk::FenceBarrierInit();
     }
+    // Peers' buffers were acquired as ordinary memory.
+    bulk::FenceProxy();
     __syncwarp();
   }
 
@@ -184,24 +185,33 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
     const int64_t pieces = (leaf.row_bytes + kStageBytes - 1) / kStageBytes;
     const int64_t piece_bytes =
         (leaf.row_bytes + pieces * 16 - 1) / (pieces * 16) * 16;
-    const int64_t items = params.num_tokens * pieces;
-    int2 next = workers.index < items
-                    ? RouteIn(params, role, workers.index / pieces)
-                    : int2{-1, -1};
+    // With few tokens a row's pieces go to several workers.
+    const int32_t parts = static_cast<int32_t>(
+        max(min(workers.count / max(params.num_tokens, int64_t{1}), pieces),
+            int64_t{1}));
+    const int64_t items = params.num_tokens * parts;
+    int2 next = workers.index < items ? RouteOf(params, workers.index / parts)
+                                      : int2{-1, -1};
     for (int64_t item = workers.index; item < items; item += workers.count) {
-      const int2 route = next;
-      // Asked for now, needed in a turn.
+      const int64_t token = item / parts;
+      const int64_t part = item - token * parts;
+      const int2 route = InRole(params, role, next);
+      // Asked for now, looked at when this token's pieces are on their way.
       if (item + workers.count < items) {
-        next = RouteIn(params, role, (item + workers.count) / pieces);
+        next = RouteOf(params, (item + workers.count) / parts);
       }
       const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
       if (targets == 0) continue;
-      const int64_t begin = item % pieces * piece_bytes;
+      const std::byte* in = leaf.in + token * leaf.row_bytes;
       const uint64_t target = RowAt(params, outputs, i, route);
-      mover.Move(
-          leaf.in + item / pieces * leaf.row_bytes + begin,
-          static_cast<uint32_t>(min(piece_bytes, leaf.row_bytes - begin)),
-          target == 0 ? 0 : target + begin, targets);
+      for (int64_t piece = pieces * part / parts;
+           piece < pieces * (part + 1) / parts; ++piece) {
+        const int64_t begin = piece * piece_bytes;
+        mover.Move(
+            in + begin,
+            static_cast<uint32_t>(min(piece_bytes, leaf.row_bytes - begin)),
+            target == 0 ? 0 : target + begin, targets);
+      }
     }
   }
   mover.Finish();

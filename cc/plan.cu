@@ -46,6 +46,8 @@ struct Scratch {
   // The next slot of each rank's buffer that this block fills. Until the peers'
   // counts are known, from the first of this rank's rows there.
   int32_t next_slot[kMaxRanks];
+  // What each source has for this rank, and all of it, before drops.
+  int32_t received_rows[kMaxRanks];
   int32_t demand;
   int32_t sent[kSharedExperts];
 };
@@ -56,6 +58,9 @@ struct Planner {
   Scratch& scratch;
   int32_t num_ranks;
   int32_t local_experts;
+  // ceil(2^32 / local_experts), 0 for 1: an id's rank by a multiplication,
+  // exact for ids and local_experts up to 2^16.
+  uint32_t reciprocal;
   int32_t warp;
   int32_t lane;
 
@@ -65,14 +70,20 @@ struct Planner {
         scratch(s),
         num_ranks(p.op.view.num_ranks),
         local_experts(LocalExperts(p.num_experts, p.op.view.num_ranks)),
+        reciprocal(local_experts == 1 ? 0 : 0xFFFFFFFFu / local_experts + 1),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
   __device__ bool IsExpert(int32_t id) const {
-    return id >= 0 && id < params.num_experts;
+    return static_cast<uint32_t>(id) <
+           static_cast<uint32_t>(params.num_experts);
+  }
+  __device__ int32_t RankOf(int32_t id) const {
+    return reciprocal == 0 ? id
+                           : static_cast<int32_t>(__umulhi(id, reciprocal));
   }
   __device__ uint64_t RankBit(int32_t id) const {
-    return IsExpert(id) ? uint64_t{1} << (id / local_experts) : 0;
+    return IsExpert(id) ? uint64_t{1} << RankOf(id) : 0;
   }
   __device__ uint64_t RanksOf(int64_t token) const;
   __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
@@ -146,26 +157,31 @@ __device__ void Planner::Publish() const {
     ptx::StoreRelaxedSys(control.Counts(i / num_ranks, control.rank(), to),
                          control.Word(scratch.next_slot[to]));
   }
-  PublishReady(control, scratch.own, kNumAddresses);
   __syncthreads();
   // The block's own tokens are the first.
   if (threadIdx.x < num_ranks) scratch.next_slot[threadIdx.x] = 0;
+  __syncthreads();
 }
 
 // The rows of earlier ranks stand before this rank's.
 __device__ void Planner::LearnSlots() const {
-  for (int32_t r = threadIdx.x; r < num_ranks; r += kPlanThreads) {
-    int32_t demand = 0;
-    for (int32_t source = 0; source < num_ranks; ++source) {
-      if (source == control.rank()) scratch.next_slot[r] += demand;
-      // Only the whole of this rank's own demand matters.
-      if (source >= control.rank() && r != control.rank()) break;
-      demand += Wait(control, control.Counts(control.rank(), source, r),
-                     "the counts", source);
-    }
-    if (r == control.rank()) scratch.demand = demand;
+  const int32_t me = control.rank();
+  for (int32_t i = threadIdx.x; i < num_ranks * num_ranks; i += kPlanThreads) {
+    const int32_t source = i / num_ranks;
+    const int32_t to = i % num_ranks;
+    if (source >= me && to != me) continue;
+    const int32_t rows =
+        Wait(control, control.Counts(me, source, to), "the counts", source);
+    if (source < me) atomicAdd(&scratch.next_slot[to], rows);
+    if (to == me) scratch.received_rows[source] = rows;
   }
   WaitReady(control, scratch.peers, kNumAddresses);
+  if (threadIdx.x == 0) {
+    int32_t demand = 0;
+    for (int32_t r = 0; r < num_ranks; ++r) demand += scratch.received_rows[r];
+    scratch.demand = demand;
+  }
+  __syncthreads();
 }
 
 // Turns the tokens of `chunks` into routes and metadata, a chunk to a warp.
@@ -275,7 +291,7 @@ __device__ void Planner::SendExpertCounts() const {
   const int32_t shared = min(params.num_experts, kSharedExperts);
   for (int32_t e = threadIdx.x; e < shared; e += kPlanThreads) {
     if (scratch.sent[e] == 0) continue;
-    const int32_t rank = e / local_experts;
+    const int32_t rank = RankOf(e);
     auto* received =
         reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
     ptx::AddRelaxedSys(
@@ -289,9 +305,7 @@ __device__ void Planner::WriteTotals() const {
   if (threadIdx.x != 0) return;
   int64_t before = 0;
   for (int32_t source = 0; source < num_ranks; ++source) {
-    const int32_t rows =
-        Wait(control, control.Counts(control.rank(), source, control.rank()),
-             "the counts", source);
+    const int32_t rows = scratch.received_rows[source];
     const int64_t room = max(params.capacity - before, int64_t{0});
     params.recv_counts[source] = static_cast<int32_t>(min(int64_t{rows}, room));
     before += rows;
@@ -338,6 +352,9 @@ __global__ void __launch_bounds__(kPlanThreads)
       scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
       scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
     }
+    __syncthreads();
+    // Before the counting: the peers' answers travel meanwhile.
+    PublishReady(control, scratch.own, kNumAddresses);
     planner.CountTokens(params.num_tokens);
     planner.Publish();
   } else {

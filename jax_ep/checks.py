@@ -57,8 +57,8 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
         )
 
 
-# Experts and alignments stay far below the kernels' 32-bit counters.
-_MAXIMUM = 2**20
+# What the plan's kernel divides by multiplication; far above real models.
+_MAXIMUM = 2**16
 
 
 def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
@@ -75,7 +75,7 @@ def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
 
 
 def check_small_integer(op: str, name: str, value: Any) -> int:
-    """Like check_integer with a minimum of 1, and at most 2**20."""
+    """Like check_integer with a minimum of 1, and at most 2**16."""
     result = check_integer(op, name, value, 1)
     if result > _MAXIMUM:
         raise ValueError(f"jax_ep.{op}: {name} must be <= {_MAXIMUM}, found {result}")

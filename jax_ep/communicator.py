@@ -255,7 +255,7 @@ class Communicator:
                     f"{where}: {name} must be an integer >= 1, found {value!r}"
                 )
         timeout_s = self.timeout_s
-        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e6:
+        if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
             raise ValueError(
                 f"{where}: timeout_s must be seconds above 0 and below 1e6, "
                 f"found {timeout_s!r}"
@@ -311,7 +311,7 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and value >= 1
 
 
 def _version() -> str:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import pathlib
 import re
+import threading
 import types
 
 import jax
@@ -14,24 +15,18 @@ import jax
 PLATFORMS = frozenset({"cpu", "cuda"})
 
 
-@functools.cache
 def host() -> types.ModuleType:
     """The host module, its handlers registered for platform "cpu"."""
-    module = _load("_host")
-    _register(module, "cpu")
-    return module
+    return _registered("_host", "cpu")
 
 
-@functools.cache
 def cuda() -> types.ModuleType:
     """The CUDA module, its handlers registered for platform "CUDA".
 
     Raises:
       ImportError: jax_ep was built without nvcc, or for other FFI headers.
     """
-    module = _load("_cuda")
-    _register(module, "CUDA")
-    return module
+    return _registered("_cuda", "CUDA")
 
 
 def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:
@@ -49,7 +44,8 @@ def _load(name: str) -> types.ModuleType:
         needs = "nvcc (CUDA 12.8 or newer) on PATH" if name == "_cuda" else "CMake"
         raise ImportError(
             f"jax_ep: the native module {name} was not built; install jax_ep "
-            f"again with {needs}: pip install --force-reinstall --no-deps jax_ep"
+            f"again from its sources with {needs}: "
+            "pip install --force-reinstall --no-deps ."
         ) from error
     check_ffi_version(name, module.ffi_version(), installed_ffi_version())
     return module
@@ -80,15 +76,24 @@ def check_ffi_version(
         raise ImportError(
             f"jax_ep: {name} was built with XLA FFI {built[0]}.{built[1]}, the "
             f"installed jaxlib has {installed[0]}.{installed[1]}; upgrade jax "
-            "and jaxlib, or rebuild jax_ep against this jaxlib: "
-            "pip install --no-build-isolation --force-reinstall --no-deps jax_ep"
+            "and jaxlib, or rebuild jax_ep's sources against this jaxlib: "
+            "pip install --no-build-isolation --force-reinstall --no-deps ."
         )
 
 
-def _register(module: types.ModuleType, platform: str) -> None:
-    # XLA wants a backend before types, and types before handlers that use them.
-    jax.devices()
-    for name, info in module.types().items():
-        jax.ffi.register_ffi_type(name, info, platform=platform)
-    for name, handler in module.handlers().items():
-        jax.ffi.register_ffi_target(name, handler, platform=platform)
+_register_lock = threading.Lock()
+_platforms_registered: set[str] = set()
+
+
+def _registered(name: str, platform: str) -> types.ModuleType:
+    module = _load(name)
+    with _register_lock:
+        if platform not in _platforms_registered:
+            # XLA wants a backend before types, and types before their handlers.
+            jax.devices()
+            for type_name, info in module.types().items():
+                jax.ffi.register_ffi_type(type_name, info, platform=platform)
+            for target, handler in module.handlers().items():
+                jax.ffi.register_ffi_target(target, handler, platform=platform)
+            _platforms_registered.add(platform)
+    return module

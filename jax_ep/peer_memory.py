@@ -21,19 +21,29 @@ def why_not_cuda(groups: _Groups) -> str | None:
     try:
         native.cuda()
         driver = _driver()
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         return str(error)
-    missing = [
-        f"({a.local_hardware_id}, {b.local_hardware_id})"
-        for a, b in _pairs(groups)
-        if not _call(
-            driver.cuDeviceCanAccessPeer,
-            _call(driver.cuDeviceGet, a.local_hardware_id),
-            _call(driver.cuDeviceGet, b.local_hardware_id),
-        )
-    ]
-    if missing:
-        return f"no peer access between GPUs {', '.join(missing)}"
+    # A plan adds to its peers' counters, which needs atomics over the link.
+    attribute = driver.CUdevice_P2PAttribute
+    for wanted, what in (
+        (attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, "peer access"),
+        (
+            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            "atomic operations",
+        ),
+    ):
+        missing = [
+            f"({a.local_hardware_id}, {b.local_hardware_id})"
+            for a, b in _pairs(groups)
+            if not _call(
+                driver.cuDeviceGetP2PAttribute,
+                wanted,
+                _call(driver.cuDeviceGet, a.local_hardware_id),
+                _call(driver.cuDeviceGet, b.local_hardware_id),
+            )
+        ]
+        if missing:
+            return f"no {what} between GPUs {', '.join(missing)}"
     return None
 
 

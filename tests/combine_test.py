@@ -152,6 +152,20 @@ def test_order_of_the_sum_is_the_order_of_the_ranks(backend):
     assert found[-1, 0, 0] == in_order
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@harness.on_each_backend
+def test_subnormal_sums_are_what_xla_makes_of_them(backend, dtype):
+    """XLA flushes them on the CPU and keeps them on GPUs; combine does the same."""
+    ids = np.array([[[0, 1]], [[-1, -1]]], np.int32)
+    tiny = float(ml_dtypes.finfo(jnp.dtype(dtype)).smallest_normal)
+    terms = np.array([[0.5, 0.5, -0.25, 1.0, 1.5], [0.25, -0.5, -0.5, 1.0, -1.0]])
+    y = (terms * tiny).astype(dtype)[:, None]
+    found, _ = _combine(backend, ids, 2, y, 1)
+    sums = jax.jit(lambda a, b: a.astype("float32") + b.astype("float32"))(*y[:, 0])
+    want = np.asarray(sums).astype(y.dtype)
+    payloads.assert_same_rows(found[:1, 0], want[None], dtype)
+
+
 @harness.on_each_backend
 def test_combine_of_dispatch_counts_destinations(backend):
     ranks = min(4, harness.most_ranks())

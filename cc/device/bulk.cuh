@@ -47,6 +47,12 @@ __device__ __forceinline__ void ArriveExpecting(uint64_t* barrier,
                : "memory");
 }
 
+__device__ __forceinline__ void Arrive(uint64_t* barrier) {
+  asm volatile(
+      "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier))
+      : "memory");
+}
+
 // Whether the phase with this parity is over; may suspend the thread a while.
 __device__ __forceinline__ bool TryWait(uint64_t* barrier, uint32_t parity) {
   uint32_t over;
@@ -102,9 +108,15 @@ __device__ __forceinline__ void WaitStores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders ordinary accesses with those of bulk copies, both ways.
+// Orders ordinary accesses with those of bulk copies, both ways. Waits for all
+// of the thread's accesses: for the ends of a kernel.
 __device__ __forceinline__ void FenceProxy() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The same for shared memory alone: cheap enough for every piece.
+__device__ __forceinline__ void FenceProxyShared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 #endif

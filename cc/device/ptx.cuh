@@ -36,8 +36,16 @@ __device__ __forceinline__ void AddRelaxedSys(int32_t* p, int32_t value) {
                : "memory");
 }
 
-__device__ __forceinline__ void FenceSys() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
+// Adds one, or wraps to 0 past `limit`; returns the old value. What the threads
+// that came before had seen is visible afterwards, and so on.
+__device__ __forceinline__ uint32_t IncrementAcqRelGpu(uint32_t* p,
+                                                       uint32_t limit) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(limit)
+               : "memory");
+  return old;
 }
 
 // Nanoseconds, the same clock on all multiprocessors of a GPU.

@@ -14,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/device/bulk.cuh"
 #include "cc/device/ptx.cuh"
 
 namespace jax_ep {
@@ -242,9 +241,8 @@ __device__ __forceinline__ void SumRow(uint64_t source, uint32_t sources,
       reinterpret_cast<uint64_t>(out) | static_cast<uint64_t>(row_bytes) |
       (sources >> (threadIdx.x % kWarpSize) & 1 ? source : 0));
   if (UnitBytes(bits) == 16) {
-    // Where bulk copies serve the long rows, registers go to them.
-    SumUnits<T, Wide, uint4, bulk::kAvailable ? 2 : 4>(
-        source, sources, out, PartOf(row_bytes / 16, index, count));
+    SumUnits<T, Wide, uint4, 2>(source, sources, out,
+                                PartOf(row_bytes / 16, index, count));
   } else {
     SumUnits<T, Wide, T, 4>(
         source, sources, out,

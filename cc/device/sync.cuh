@@ -163,15 +163,15 @@ static __device__ void WaitReady(const Control& control, std::byte** peers,
 static __device__ bool IsLastBlock(const Control& control) {
   __shared__ bool last;
   __syncthreads();
+  if (gridDim.x == 1) return true;
   if (threadIdx.x == 0) {
     // Releases the block's accesses (the barrier made them this thread's past)
-    // and acquires those of the blocks that came before.
-    ptx::FenceSys();
-    auto* finished = reinterpret_cast<unsigned int*>(
-        control.Slot(control.rank()) + control.layout.finished);
+    // and acquires those of the blocks that came before. Of these GPU alone:
+    // the releases that close the operation carry them on to the peers.
+    auto* finished = reinterpret_cast<uint32_t*>(control.Slot(control.rank()) +
+                                                 control.layout.finished);
     // Wraps to 0 with the last block: only blocks of this launch count here.
-    last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
-    ptx::FenceSys();
+    last = ptx::IncrementAcqRelGpu(finished, gridDim.x - 1) == gridDim.x - 1;
   }
   __syncthreads();
   return last;

@@ -1,0 +1,204 @@
+"""The examples run, give the same on every backend, and come back from files."""
+
+import csv
+import dataclasses
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+import jax_ep
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import checkpoint  # noqa: E402
+import moe_lm_model  # noqa: E402
+import text_data  # noqa: E402
+import train_moe_lm  # noqa: E402
+
+# Small enough to compile in seconds.
+MODEL = moe_lm_model.ModelConfig(
+    context=16, layers=1, width=32, heads=2, experts=8, expert_width=32
+)
+TRAINING = train_moe_lm.TrainConfig(steps=6, batch=16)
+
+
+def train(out, *arguments):
+    """Runs train_moe_lm.main on MODEL and TRAINING."""
+    options = dataclasses.asdict(MODEL) | dataclasses.asdict(TRAINING) | {"out": out}
+    words = [
+        word
+        for name, value in options.items()
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]
+    return train_moe_lm.main([*words, *arguments])
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """(directory, history) of one run on the backend that this machine chooses."""
+    out = tmp_path_factory.mktemp("native")
+    return out, train(out)
+
+
+@pytest.fixture
+def trainer():
+    with jax_ep.Communicator(train_moe_lm.make_mesh(None), "ep") as comm:
+        yield train_moe_lm.Trainer(MODEL, TRAINING.optimizer(), comm)
+
+
+def column(history, name):
+    return np.array([row[name] for row in history])
+
+
+def test_training_gives_the_same_losses_on_xla(native, tmp_path):
+    _, history = native
+    oracle = train(tmp_path, "--backend", "xla")
+    tolerance = 2e-2 if harness.ON_GPU else 1e-4  # TF32, and sums in any order
+    for name in ("loss", "balance", "dropped"):
+        np.testing.assert_allclose(
+            column(history, name),
+            column(oracle, name),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=name,
+        )
+    assert column(history, "loss")[-1] < column(history, "loss")[0]
+
+
+def test_training_leaves_its_files(native):
+    out, history = native
+    assert len(history) == TRAINING.steps
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with (out / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == column(history, "loss").tolist()
+    about = checkpoint.read_about(out / "checkpoint.npz")
+    assert moe_lm_model.ModelConfig(**about["model"]) == MODEL
+    assert about["history"] == history
+
+
+def test_resumed_run_ends_as_the_uninterrupted_one(native, trainer, tmp_path):
+    out, history = native
+    text, _ = text_data.load_text()
+    path = tmp_path / "checkpoint.npz"
+    half = []
+
+    class BrokenOff(Exception):
+        pass
+
+    def save_and_break_off(state):
+        if len(half) == 3:
+            about = checkpoint.read_about(out / "checkpoint.npz")
+            checkpoint.save(path, state, about | {"history": half})
+            raise BrokenOff
+
+    state = trainer.init(TRAINING.seed)
+    with pytest.raises(BrokenOff):
+        train_moe_lm.train(trainer, state, half, TRAINING, text, save_and_break_off)
+    assert trainer.step._cache_size() == 1, "a later step compiled again"
+
+    resumed = train(tmp_path, "--resume")
+    assert len(resumed) == TRAINING.steps
+    tolerance = 2e-2 if harness.ON_GPU else 1e-6
+    np.testing.assert_allclose(
+        column(resumed, "loss"), column(history, "loss"), rtol=tolerance
+    )
+
+
+def test_resume_refuses_another_run(native):
+    out, _ = native
+    with pytest.raises(
+        SystemExit, match=r"was made with .*'seed': 0.*, not .*'seed': 1"
+    ):
+        train(out, "--resume", "--seed", "1")
+
+
+@pytest.mark.parametrize("bad", [("--steps", "0"), ("--batch", "9")])
+def test_sizes_that_do_not_fit_are_refused(bad, tmp_path):
+    if bad[0] == "--batch" and 9 % jax.device_count() == 0:
+        pytest.skip(f"a batch of 9 fits {jax.device_count()} devices")
+    with pytest.raises(SystemExit, match="wanted are at least 1 step and a batch"):
+        train(tmp_path, *bad)
+
+
+def test_experts_that_do_not_fit_the_mesh_are_refused(trainer):
+    ranks = trainer.comm.num_ranks
+    if ranks == 1:
+        pytest.skip("any number of experts fits one rank")
+    model = dataclasses.replace(MODEL, experts=ranks + 1)
+    with pytest.raises(ValueError, match=f"take a multiple of {ranks}"):
+        train_moe_lm.Trainer(model, TRAINING.optimizer(), trainer.comm)
+
+
+def test_checkpoint_round_trip(tmp_path):
+    tree = {
+        "a": [jax.numpy.arange(6.0).reshape(2, 3), jax.numpy.int32(7)],
+        "b": {"c": jax.numpy.array([True, False])},
+    }
+    path = tmp_path / "checkpoint.npz"
+    checkpoint.save(path, tree, {"steps": 3, "loss": 0.1})
+    checkpoint.save(path, tree, {"steps": 4, "loss": 0.1})  # over the old one
+    assert checkpoint.read_about(path) == {"steps": 4, "loss": 0.1}
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.npz"]
+
+    zeros = jax.tree.map(jax.numpy.zeros_like, tree)
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.load(path, zeros), tree)
+    part = checkpoint.load(path, {"b": zeros["b"]})
+    np.testing.assert_array_equal(part["b"]["c"], tree["b"]["c"])
+
+    with pytest.raises(ValueError, match="has no array 'd'"):
+        checkpoint.load(path, {"d": zeros["b"]["c"]})
+    with pytest.raises(
+        ValueError, match=r"'b/c' is bool\(2,\), but bool\(3,\) is wanted"
+    ):
+        checkpoint.load(path, {"b": {"c": jax.numpy.zeros(3, bool)}})
+
+
+def test_text_is_fixed_and_split():
+    text, held_out = text_data.load_text()
+    again, _ = text_data.load_text()
+    np.testing.assert_array_equal(text, again)
+    assert text.dtype == held_out.dtype == np.uint8
+    assert 0 < held_out.size < text.size
+    windows = text_data.random_windows(text, 4, 32, seed=(1, 2))
+    assert windows.shape == (4, 32)
+    same = text_data.random_windows(text, 4, 32, seed=(1, 2))
+    np.testing.assert_array_equal(windows, same)
+    assert (windows != text_data.random_windows(text, 4, 32, seed=(1, 3))).any()
+
+
+def test_unigram_entropy_of_known_texts():
+    one_byte = np.zeros(10, np.uint8)
+    all_bytes = np.arange(256, dtype=np.uint8)
+    assert text_data.unigram_entropy(one_byte) == 0
+    assert text_data.unigram_entropy(all_bytes) == pytest.approx(math.log(256))
+
+
+def test_moe_layer_agrees_with_its_dense_reference():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if not harness.ON_GPU:
+        environment["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "moe_layer.py")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    errors = [float(line.split()[-1]) for line in result.stdout.splitlines()[2:]]
+    assert len(errors) == 5, result.stdout
+    assert max(errors) < 1e-5, result.stdout
+
+
+def test_moe_layer_is_short():
+    lines = (ROOT / "examples" / "moe_layer.py").read_text().splitlines()
+    assert len(lines) < 80
