@@ -77,23 +77,36 @@ bool Peers::TakeWaiting(int process, const CallKey& key, CallShape& shape) {
   return true;
 }
 
+void Peers::DropWaiting(int process, const CallKey& key) {
+  constexpr size_t kMaxDropped = 64;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = waiting_.find({process, key});
+  if (found == waiting_.end()) return;
+  dropped_.push_back(*found);
+  waiting_.erase(found);
+  if (dropped_.size() > kMaxDropped) dropped_.pop_front();
+}
+
 std::string Peers::WaitsIn(int process, const CallKey& key) {
+  constexpr int kMaxNamed = 3;
   std::lock_guard<std::mutex> lock(mutex_);
   std::string calls;
-  int more = 0;
-  for (const auto& [place, shape] : waiting_) {
+  int number = 0;
+  const auto add = [&](const Place& place, const CallShape& shape) {
     const auto& [who, where] = place;
-    if (who != process || where.group != key.group || where.share != 0) {
-      continue;
-    }
-    if (++more > 3) continue;
+    if (who != process || where.group != key.group || where.share != 0) return;
+    if (++number > kMaxNamed) return;
     calls += (calls.empty() ? "" : ", ") + std::string(OpName(shape.op)) +
              " (channel " + std::to_string(where.channel) + ")";
-    if (where.channel == key.channel && where.run != key.run) {
-      calls += " of another run";
-    }
+    if (where.run != key.run) calls += " of another run or program";
+  };
+  for (const auto& [place, shape] : waiting_) add(place, shape);
+  if (number == 0) {
+    for (const auto& [place, shape] : dropped_) add(place, shape);
   }
-  if (more > 3) calls += " and " + std::to_string(more - 3) + " more";
+  if (number > kMaxNamed) {
+    calls += " and " + std::to_string(number - kMaxNamed) + " more";
+  }
   return calls;
 }
 
@@ -314,8 +327,7 @@ void Channel::TakeAnnouncement(int process, const CallKey& key,
 }
 
 void Channel::TakeAbort(int process, const CallKey& key, std::string text) {
-  CallShape shape;
-  peers_.TakeWaiting(process, key, shape);
+  peers_.DropWaiting(process, key);
   const auto call = calls_.find(key);
   if (call == calls_.end()) {
     RememberGivenUp(key, peers_.Name(process) + " " + text);
@@ -373,8 +385,8 @@ bool Channel::SendAborts(Link& link) {
 bool Channel::Agrees(const ChannelCall& call, int process,
                      const CallShape& shape, std::string& problem) const {
   if (shape == call.shape) return true;
-  problem = "calls " + Describe(call.shape) + ", but " +
-            peers_.Ranks(call.places, process) + " calls " + Describe(shape);
+  problem = "called " + Describe(call.shape) + ", but " +
+            peers_.Ranks(call.places, process) + " called " + Describe(shape);
   return false;
 }
 
@@ -405,9 +417,8 @@ void Channel::FailLost(int process, const std::string& what) {
   for (auto call = calls_.begin(); call != calls_.end();) {
     const ChannelCall::Peer& peer = call->second->peers[process];
     if (peer.member && !peer.has_ended) {
-      call = Fail(
-          call, "cannot go on: " + peers_.Ranks(call->second->places, process) +
-                    " " + what);
+      call = Fail(call, "lost " + peers_.Ranks(call->second->places, process) +
+                            ": that process " + what);
     } else {
       ++call;
     }
@@ -439,7 +450,7 @@ std::string Channel::Overdue(const ChannelCall& call) {
     missing +=
         (missing.empty() ? "" : ", ") + ranks.substr(ranks.find(' ') + 1);
     const std::string calls = peers_.WaitsIn(process, call.key);
-    if (!calls.empty()) elsewhere += "; " + ranks + " waits in " + calls;
+    if (!calls.empty()) elsewhere += "; " + ranks + " waiting in " + calls;
   }
   std::string text = "waited " + Seconds(timeout_);
   if (!missing.empty()) text += "; missing ranks: " + missing + elsewhere;

@@ -53,6 +53,8 @@ class Peers {
   // Calls that peers have announced and this process does not have yet.
   void AddWaiting(int process, const CallKey& key, const CallShape& shape);
   bool TakeWaiting(int process, const CallKey& key, CallShape& shape);
+  // A peer has given such a call up; it still tells where the peer was.
+  void DropWaiting(int process, const CallKey& key);
   // Where a process waits, apart from `key`: "combine (channel 9)", or "".
   std::string WaitsIn(int process, const CallKey& key);
 
@@ -61,7 +63,9 @@ class Peers {
   const int me_;
   std::vector<std::atomic<State>> states_;
   std::mutex mutex_;
-  std::map<std::pair<int, CallKey>, CallShape> waiting_;
+  using Place = std::pair<int, CallKey>;
+  std::map<Place, CallShape> waiting_;
+  std::deque<std::pair<Place, CallShape>> dropped_;  // the latest
 };
 
 // "dispatch of rows of 18 + 4 bytes, T = 13, C = 26"

@@ -3,6 +3,7 @@
 // all there. Two windows are open at a time: one fills while the other is
 // summed.
 #include <algorithm>
+#include <cfenv>
 #include <deque>
 #include <memory>
 #include <utility>
@@ -28,6 +29,7 @@ class CombineMove : public Move {
         tokens_(tokens),
         ranks_(std::move(ranks)),
         in_(ranks_.size()) {
+    std::fegetenv(&environment_);
     const int num_processes =
         1 + *std::max_element(places.process.begin(), places.process.end());
     wishes_.resize(num_processes);
@@ -78,17 +80,12 @@ class CombineMove : public Move {
   }
 
   bool Advance() override {
-    bool worked = false;
-    for (Home& home : homes_) {
-      for (int window = 0; window < kWindows; ++window) {
-        if (!home.windows[window].open || home.windows[window].missing != 0) {
-          continue;
-        }
-        Sum(home, window);
-        Open(home, window);
-        worked = true;
-      }
-    }
+    // Sums are those of XLA's own threads, which may flush subnormal numbers.
+    std::fenv_t own;
+    std::fegetenv(&own);
+    std::fesetenv(&environment_);
+    const bool worked = SumFullWindows();
+    std::fesetenv(&own);
     return worked;
   }
 
@@ -166,6 +163,21 @@ class CombineMove : public Move {
     }
     home.landing.num_rows = kWindows * home.window_rows;
     homes_.push_back(std::move(home));
+  }
+
+  bool SumFullWindows() {
+    bool worked = false;
+    for (Home& home : homes_) {
+      for (int window = 0; window < kWindows; ++window) {
+        if (!home.windows[window].open || home.windows[window].missing != 0) {
+          continue;
+        }
+        Sum(home, window);
+        Open(home, window);
+        worked = true;
+      }
+    }
+    return worked;
   }
 
   // Takes the next tokens into a window and asks for their rows.
@@ -264,6 +276,7 @@ class CombineMove : public Move {
   const RowSizes sizes_;
   const TokenRange tokens_;
   const std::vector<RowBuffers> ranks_;
+  std::fenv_t environment_;
   std::vector<RowStore> in_;
   std::vector<Home> homes_;
   std::vector<std::deque<RowRequest>> wishes_;  // by process, to be sent

@@ -1,6 +1,7 @@
 #include "cc/cpu/rendezvous.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <condition_variable>
 #include <cstdio>
 #include <map>
@@ -103,7 +104,15 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
   }
   came_in_time_[position] = true;
   arrivals_[position] = std::move(arrival);
-  completions_[position] = std::move(completion);
+  // The rest of the program runs on another thread, and computes there as XLA's
+  // own thread would: it may flush subnormal numbers.
+  std::fenv_t environment;
+  std::fegetenv(&environment);
+  completions_[position] = [environment, completion = std::move(completion)](
+                               const std::string& error) {
+    std::fesetenv(&environment);
+    completion(error);
+  };
   last_ = position;
   return num_arrived_ == static_cast<int>(came_.size());
 }
