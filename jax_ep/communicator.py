@@ -89,6 +89,7 @@ class Communicator:
         self._groups = _groups(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._pid = os.getpid()
+        self._memory_bytes = 0
         self._links: bootstrap.Links | None = None
         self._peers = self._meet(backend)
         release = self._set_up(backend)
@@ -107,6 +108,7 @@ class Communicator:
             if problem is None:
                 self.backend, self.id = choice, self._agree_on_id()
                 if choice == "cuda":
+                    self._memory_bytes = peer_memory.control_bytes(self._groups)
                     return peer_memory.set_up_cuda(
                         self.id,
                         self._groups,
@@ -210,7 +212,7 @@ class Communicator:
             return agreed
 
     def _set_up_host(self) -> Callable[[], Any]:
-        self._staging = staging.set_up_host(
+        held = staging.set_up_host(
             self.id,
             self._groups,
             timeout_s=self.timeout_s,
@@ -219,7 +221,8 @@ class Communicator:
             processes=self._peers,
             links=self._links,
         )
-        return self._staging.release
+        self._memory_bytes = held.memory_bytes
+        return held.release
 
     def _check_arguments(self, backend: str | None) -> None:
         where = "jax_ep.Communicator"
@@ -295,6 +298,61 @@ class Communicator:
             self.close()
         else:
             self._finalizer()
+
+    def describe(self) -> dict[str, Any]:
+        """Who takes part and how bytes go, as a dict; `print(comm)` shows it.
+
+        Returns:
+          "backend", "axis_name", "num_ranks", "closed"; "memory_bytes", what
+          this process holds for communication; and "groups", one dict for each
+          coordinate of the other mesh axes: "devices" (JAX's ids) and
+          "processes" by rank, and "paths", [rank][rank], how rows go from one to
+          the other: "in-process" (straight from buffer to buffer on the host),
+          "direct" (GPUs that store into each other's memory), "staged" (through
+          shared memory) or "xla" (JAX's collectives).
+        """
+        return {
+            "backend": self.backend,
+            "axis_name": self.axis_name,
+            "num_ranks": self.num_ranks,
+            "closed": self.closed,
+            "memory_bytes": 0 if self.closed else self._memory_bytes,
+            "groups": [
+                {
+                    "devices": [device.id for device in devices],
+                    "processes": [device.process_index for device in devices],
+                    "paths": [[self._path(a, b) for b in devices] for a in devices],
+                }
+                for devices in self._groups
+            ],
+        }
+
+    def _path(self, a: jax.Device, b: jax.Device) -> str:
+        if self.backend == "cpu":
+            return "in-process" if a.process_index == b.process_index else "staged"
+        return "direct" if self.backend == "cuda" else "xla"
+
+    def __str__(self) -> str:
+        about = self.describe()
+        lines = [
+            f"{self!r}",
+            f"  {self.num_ranks} ranks in {len(self.processes)} processes, "
+            f"{about['memory_bytes'] / 2**20:.1f} MiB held by this one",
+        ]
+        for number, group in enumerate(about["groups"]):
+            lines.append(f"  group {number}: rank, device, process, paths to rank 0 ..")
+            lines += [
+                f"    {rank:4} {device:6} {process:4}  {' '.join(paths)}"
+                for rank, (device, process, paths) in enumerate(
+                    zip(
+                        group["devices"],
+                        group["processes"],
+                        group["paths"],
+                        strict=True,
+                    )
+                )
+            ]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
