@@ -210,6 +210,7 @@ class TestPeerAccess:
         assert peer_memory.why_not_cuda(groups) == "no peer access between GPUs (4, 0)"
 
     def test_peers_without_atomics(self, driver):
+        driver.unreachable = set()
         driver.without_atomics = {(4, 0)}
         assert peer_memory.why_not_cuda([[Gpu(0), Gpu(4)]]) == (
             "no atomic operations between GPUs (4, 0)"

@@ -1,0 +1,612 @@
+"""Every bad input with its literal message."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import layers
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import run_script
+
+import jax_ep
+
+RANKS = min(4, jax.device_count())
+TOKENS, TOP_K, HIDDEN, EXPERTS, CAPACITY = 6, 3, 5, 2 * RANKS, 9
+NATIVE = harness.BACKENDS[0]
+SIZES = f"{{'ep': {RANKS}}}"
+
+needs_two_devices = pytest.mark.skipif(
+    jax.device_count() < 2,
+    reason=f"needs 2 devices; this machine has {jax.device_count()}",
+)
+
+
+def comm():
+    return layers.communicator(layers.mesh({"ep": RANKS}), "ep", NATIVE)
+
+
+def arguments(mesh=None):
+    """x, topk_idx and rows of all ranks, with their axis to shard."""
+    args = (
+        np.ones((RANKS * TOKENS, HIDDEN), np.float32),
+        np.zeros((RANKS * TOKENS, TOP_K), np.int32),
+        np.ones((RANKS * CAPACITY, HIDDEN), np.float32),
+    )
+    if mesh is None:
+        return args
+    return jax.device_put(args, NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def trace(body, mesh=None, **kwargs):
+    """Traces body(x, topk_idx, rows) in shard_map over the mesh."""
+    mesh = layers.mesh({"ep": RANKS}) if mesh is None else mesh
+    spec = P(mesh.axis_names)
+    kwargs.setdefault("in_specs", spec)
+    return jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, out_specs=spec, **kwargs), *arguments()
+    )
+
+
+def plan_of(topk_idx, **kwargs):
+    kwargs = {"comm": comm(), "num_experts": EXPERTS, "capacity": CAPACITY} | kwargs
+    return jax_ep.make_plan(topk_idx, **kwargs)
+
+
+def dispatch_and_combine(x, topk_idx, rows, **kwargs):
+    plan = plan_of(topk_idx, **kwargs)
+    return jax_ep.dispatch(x, plan), jax_ep.combine(rows, plan)
+
+
+def assert_raises(error, message, run, *args, **kwargs):
+    with pytest.raises(error) as info:
+        run(*args, **kwargs)
+    assert info.type is error
+    assert str(info.value) == message
+
+
+class TestCommunicator:
+    @pytest.mark.parametrize(
+        ("kwargs", "error", "message"),
+        (
+            (
+                {"mesh": (1, 2)},
+                TypeError,
+                "mesh must be a jax.sharding.Mesh, found tuple",
+            ),
+            (
+                {"axis_name": "model"},
+                ValueError,
+                "axis_name must be one of the mesh's axes ('ep',), found 'model'",
+            ),
+            (
+                {"backend": "nccl"},
+                ValueError,
+                "backend must be one of ('cuda', 'cpu', 'xla') or None, found 'nccl'",
+            ),
+            (
+                {"num_sms": 0},
+                ValueError,
+                "num_sms must be an integer >= 1 or None, found 0",
+            ),
+            (
+                {"num_sms": 2.5},
+                ValueError,
+                "num_sms must be an integer >= 1 or None, found 2.5",
+            ),
+            (
+                {"timeout_s": 0},
+                ValueError,
+                "timeout_s must be seconds above 0 and below 1e6, found 0",
+            ),
+            (
+                {"timeout_s": "1"},
+                ValueError,
+                "timeout_s must be seconds above 0 and below 1e6, found '1'",
+            ),
+        ),
+        ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
+    )
+    def test_bad_argument(self, kwargs, error, message):
+        kwargs = {"mesh": layers.mesh({"ep": RANKS}), "axis_name": "ep"} | kwargs
+        message = f"jax_ep.Communicator: {message}"
+        assert_raises(error, message, jax_ep.Communicator, **kwargs)
+
+    def test_backend_of_another_platform(self):
+        other, here, needed = (
+            ("cpu", "gpu", "cpu") if harness.ON_GPU else ("cuda", "cpu", "gpu")
+        )
+        assert_raises(
+            RuntimeError,
+            f"jax_ep.Communicator: backend {other!r} needs a mesh of {needed} "
+            f"devices, found [{here!r}]",
+            jax_ep.Communicator,
+            layers.mesh({"ep": RANKS}),
+            "ep",
+            backend=other,
+        )
+
+    def test_too_many_ranks(self):
+        mesh = Mesh(np.array([jax.devices()[0]] * 65), ("ep",))
+        assert_raises(
+            ValueError,
+            "jax_ep.Communicator: axis 'ep' must have at most 64 devices, found 65",
+            jax_ep.Communicator,
+            mesh,
+            "ep",
+        )
+
+    @pytest.mark.parametrize("backend", (None, NATIVE))
+    def test_mesh_of_several_processes(self, backend, monkeypatch):
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        assert_raises(
+            RuntimeError,
+            "jax_ep.Communicator: the native backends need all devices of the "
+            "mesh in this process (1), found processes [0]; use backend='xla'",
+            jax_ep.Communicator,
+            layers.mesh({"ep": RANKS}),
+            "ep",
+            backend=backend,
+        )
+
+
+class TestMakePlan:
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        (
+            (
+                lambda idx: idx.astype(jnp.float32),
+                TypeError,
+                "topk_idx must have an integer dtype, found float32",
+            ),
+            (
+                lambda idx: idx.astype(bool),
+                TypeError,
+                "topk_idx must have an integer dtype, found bool",
+            ),
+            (
+                lambda idx: idx[:, 0],
+                ValueError,
+                f"topk_idx must be [T, K] with 1 <= K <= 32, found shape ({TOKENS},)",
+            ),
+            (
+                lambda idx: idx[..., None],
+                ValueError,
+                "topk_idx must be [T, K] with 1 <= K <= 32, found shape "
+                f"({TOKENS}, {TOP_K}, 1)",
+            ),
+            (
+                lambda idx: idx[:, :0],
+                ValueError,
+                f"topk_idx must be [T, K] with 1 <= K <= 32, found shape ({TOKENS}, 0)",
+            ),
+            (
+                lambda idx: jnp.tile(idx, 11),
+                ValueError,
+                "topk_idx must be [T, K] with 1 <= K <= 32, found shape "
+                f"({TOKENS}, 33)",
+            ),
+        ),
+        ids=("float", "bool", "one_axis", "three_axes", "no_choice", "33_choices"),
+    )
+    def test_bad_topk_idx(self, change, error, message):
+        def body(x, topk_idx, rows):
+            return plan_of(change(topk_idx)).recv_src
+
+        assert_raises(error, f"jax_ep.make_plan: {message}", trace, body)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "error", "message"),
+        (
+            ({"num_experts": 0}, ValueError, "num_experts must be >= 1, found 0"),
+            ({"num_experts": -3}, ValueError, "num_experts must be >= 1, found -3"),
+            (
+                {"num_experts": 8.0},
+                TypeError,
+                "num_experts must be a Python integer, found float",
+            ),
+            (
+                {"num_experts": True},
+                TypeError,
+                "num_experts must be a Python integer, found bool",
+            ),
+            (
+                {"num_experts": 2**16 + 1},
+                ValueError,
+                "num_experts must be <= 65536, found 65537",
+            ),
+            ({"capacity": 0}, ValueError, "capacity must be >= 1, found 0"),
+            ({"capacity": -1}, ValueError, "capacity must be >= 1, found -1"),
+            (
+                {"capacity": 1.5},
+                TypeError,
+                "capacity must be a Python integer, found float",
+            ),
+            (
+                {"capacity": 2**31},
+                ValueError,
+                "capacity and R * T must be below 2**31, found capacity "
+                f"2147483648 and R * T = {RANKS * TOKENS}",
+            ),
+            (
+                {"expert_alignment": 0},
+                ValueError,
+                "expert_alignment must be >= 1, found 0",
+            ),
+            (
+                {"expert_alignment": 2**17},
+                ValueError,
+                "expert_alignment must be <= 65536, found 131072",
+            ),
+            (
+                {"expert_alignment": "8"},
+                TypeError,
+                "expert_alignment must be a Python integer, found str",
+            ),
+            (
+                {"comm": "ep"},
+                TypeError,
+                "comm must be a jax_ep.Communicator, found str",
+            ),
+        ),
+        ids=lambda value: (
+            "_".join(f"{k}={v}" for k, v in value.items())
+            if isinstance(value, dict)
+            else ""
+        ),
+    )
+    def test_bad_argument(self, kwargs, error, message):
+        def body(x, topk_idx, rows):
+            return plan_of(topk_idx, **kwargs).recv_src
+
+        assert_raises(error, f"jax_ep.make_plan: {message}", trace, body)
+
+    def test_numpy_integers_are_integers(self):
+        def body(x, topk_idx, rows):
+            sizes = {"num_experts": np.int64(EXPERTS), "capacity": np.int32(7)}
+            plan = plan_of(topk_idx, **sizes, expert_alignment=np.uint8(2))
+            assert type(plan.capacity) is type(plan.num_experts) is int
+            return plan.recv_src
+
+        assert trace(body).shape == (RANKS * 7,)
+
+    def test_traced_size(self):
+        def body(x, topk_idx, rows):
+            return plan_of(topk_idx, capacity=topk_idx[0, 0]).recv_src
+
+        with pytest.raises(TypeError):
+            trace(body)
+
+
+class TestLeaves:
+    @pytest.mark.parametrize(
+        ("leaf", "found"),
+        (
+            (lambda x: x[:-1], f"float32[{TOKENS - 1},{HIDDEN}]"),
+            (lambda x: x[0, 0], "float32[]"),
+            (lambda x: {"ok": x, "bad": x[:1, 0]}, "float32[1]"),
+            (lambda x: 3, "int32[]"),
+        ),
+        ids=("too_short", "scalar", "in_a_tree", "number"),
+    )
+    def test_dispatch_of_wrong_size(self, leaf, found):
+        def body(x, topk_idx, rows):
+            return jax_ep.dispatch(leaf(x), plan_of(topk_idx))
+
+        message = (
+            f"jax_ep.dispatch: leaves must be [T, ...] with T = {TOKENS} as in "
+            f"the plan, found {found}"
+        )
+        assert_raises(ValueError, message, trace, body)
+
+    @pytest.mark.parametrize(
+        ("leaf", "found"),
+        (
+            (lambda x, rows: rows[:-1], f"float32[{CAPACITY - 1},{HIDDEN}]"),
+            (lambda x, rows: x, f"float32[{TOKENS},{HIDDEN}]"),
+            (lambda x, rows: [rows, rows[0, 0]], "float32[]"),
+        ),
+        ids=("too_short", "tokens", "in_a_tree"),
+    )
+    def test_combine_of_wrong_size(self, leaf, found):
+        def body(x, topk_idx, rows):
+            return jax_ep.combine(leaf(x, rows), plan_of(topk_idx))
+
+        message = (
+            f"jax_ep.combine: leaves must be [C, ...] with C = {CAPACITY} as in "
+            f"the plan, found {found}"
+        )
+        assert_raises(ValueError, message, trace, body)
+
+    @pytest.mark.parametrize(
+        "dtype", ("int32", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "int4")
+    )
+    def test_combine_of_what_has_no_sum(self, dtype):
+        def body(x, topk_idx, rows):
+            return jax_ep.combine([rows, rows.astype(dtype)], plan_of(topk_idx))
+
+        message = (
+            "jax_ep.combine: leaves must be bfloat16, float16, float32, float64 "
+            f"or complex, found {dtype}[{CAPACITY},{HIDDEN}]"
+        )
+        assert_raises(TypeError, message, trace, body)
+
+    @pytest.mark.parametrize("dtype", ("float8_e4m3fn", "float8_e5m2"))
+    def test_gradient_of_float8_rows(self, dtype):
+        """combine would have to sum them."""
+
+        def body(x, topk_idx, rows):
+            plan = plan_of(topk_idx)
+
+            def loss(x):
+                rows = jax_ep.dispatch({"x": x.astype(dtype), "y": x}, plan)
+                return sum(leaf.astype(jnp.float32).sum() for leaf in rows.values())
+
+            return jax.grad(loss)(x)
+
+        message = (
+            f"jax_ep.dispatch: a leaf of dtype {dtype} has no gradient: combine "
+            "cannot sum it; dispatch a wider dtype, or say with jax.custom_vjp "
+            "what the gradient is"
+        )
+        assert_raises(TypeError, message, trace, body)
+
+    @pytest.mark.parametrize("op", ("dispatch", "combine"))
+    def test_typed_keys(self, op):
+        rows = TOKENS if op == "dispatch" else CAPACITY
+
+        def body(x, topk_idx, _):
+            keys = jax.random.split(jax.random.key(0), rows)
+            return jax.random.key_data(getattr(jax_ep, op)(keys, plan_of(topk_idx)))
+
+        message = (
+            f"jax_ep.{op}: typed key arrays cannot travel, found key<fry>[{rows}]; "
+            "pass jax.random.key_data(keys) and wrap the result again"
+        )
+        assert_raises(TypeError, message, trace, body)
+
+    @pytest.mark.parametrize("op", ("dispatch", "combine"))
+    def test_no_plan(self, op):
+        def body(x, topk_idx, rows):
+            return getattr(jax_ep, op)(x, topk_idx)
+
+        message = f"jax_ep.{op}: plan must be a jax_ep.Plan, found "
+        with pytest.raises(TypeError) as info:
+            trace(body)
+        # The rest names a class of JAX's tracers.
+        assert str(info.value).startswith(message)
+
+
+class TestPlace:
+    """Where the operations may be called."""
+
+    @pytest.mark.parametrize("how", ("eager", "jit", "vmap"))
+    def test_outside_shard_map(self, how):
+        topk_idx = arguments()[1]
+        wrap = {"eager": lambda f: f, "jit": jax.jit, "vmap": jax.vmap}[how]
+        topk_idx = topk_idx[None] if how == "vmap" else topk_idx
+        message = (
+            "jax_ep.make_plan: call it inside jax.shard_map over the "
+            f"communicator's mesh {SIZES}; found no manual mesh axis here"
+        )
+        assert_raises(ValueError, message, wrap(plan_of), topk_idx)
+
+    def test_plan_outside_shard_map(self):
+        """A plan that left shard_map is data; its operations stay inside."""
+
+        def body(x, topk_idx, rows):
+            return layers.wrap_plan(plan_of(topk_idx))
+
+        plan = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), trace(body))
+        for op, rows in (("dispatch", TOKENS), ("combine", CAPACITY)):
+            message = (
+                f"jax_ep.{op}: call it inside jax.shard_map over the "
+                f"communicator's mesh {SIZES}; found no manual mesh axis here"
+            )
+            f = functools.partial(getattr(jax_ep, op), jnp.ones((rows, 2)))
+            assert_raises(ValueError, message, f, plan)
+
+    @needs_two_devices
+    @pytest.mark.parametrize("set_mesh", (True, False))
+    @pytest.mark.parametrize(
+        "shape",
+        ({"expert": RANKS}, {"ep": RANKS // 2}, {"data": 1, "ep": RANKS}),
+        ids=str,
+    )
+    def test_under_another_mesh(self, shape, set_mesh):
+        mesh = layers.mesh(shape)
+        message = (
+            "jax_ep.make_plan: the surrounding shard_map must use the "
+            f"communicator's mesh {SIZES}, found {shape}"
+        )
+        if set_mesh:
+            with jax.set_mesh(mesh):
+                assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
+        else:
+            assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
+
+    @needs_two_devices
+    @pytest.mark.parametrize("op", ("dispatch", "combine"))
+    def test_plan_of_another_communicator(self, op):
+        """There is one way to get it wrong: a plan under another mesh."""
+        other = layers.mesh({"data": 1, "ep": RANKS})
+        plan = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype),
+            trace(lambda x, idx, rows: layers.wrap_plan(plan_of(idx))),
+        )
+
+        def body(x, topk_idx, rows):
+            leaf = x if op == "dispatch" else rows
+            mine = jax.tree.map(lambda a: a[0], plan)
+            return getattr(jax_ep, op)(leaf, mine)
+
+        message = (
+            f"jax_ep.{op}: the surrounding shard_map must use the communicator's "
+            f"mesh {SIZES}, found {{'data': 1, 'ep': {RANKS}}}"
+        )
+        assert_raises(ValueError, message, trace, body, other)
+
+    @needs_two_devices
+    def test_plans_of_two_communicators_do_not_mix(self):
+        mesh = layers.mesh({"ep": RANKS})
+        other = jax_ep.Communicator(mesh, "ep", backend=NATIVE)
+
+        def body(x, topk_idx, rows):
+            plan = jax.lax.cond(
+                True,
+                lambda: plan_of(topk_idx),
+                lambda: plan_of(topk_idx, comm=other),
+            )
+            return jax_ep.dispatch(x, plan)
+
+        with pytest.raises(TypeError, match="must have the same pytree"):
+            trace(body)
+        other.close()
+
+    @needs_two_devices
+    @pytest.mark.parametrize("how", ("mesh_argument", "set_mesh", "abstract_mesh"))
+    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
+    def test_other_order_of_devices(self, axis_type, how):
+        """The same sizes, but other devices at the ranks' places."""
+        devices = jax.devices()[:RANKS]
+        mine = layers.mesh({"ep": RANKS}, axis_type, devices=devices)
+        comm = layers.communicator(mine, "ep", NATIVE)
+        other = Mesh(devices[::-1], ("ep",), axis_types=(axis_type,))
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        args = arguments(other)
+        kwargs = {"in_specs": P("ep"), "out_specs": P("ep")}
+        ids = [d.id for d in devices]
+        message = (
+            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
+            f"found another order of devices: {ids[::-1]} instead of {ids}"
+        )
+        if how == "set_mesh":
+            with jax.set_mesh(other):
+                f = jax.jit(jax.shard_map(body, **kwargs))
+                assert_raises(ValueError, message, f, *args)
+            return
+        if how == "abstract_mesh":
+            # JAX takes the devices from the arguments, after we were asked.
+            other = other.abstract_mesh
+            message = (
+                "jax_ep: the surrounding shard_map has an abstract mesh, whose "
+                "devices nobody knows here; give it the communicator's: "
+                "jax.shard_map(..., mesh=comm.mesh) or jax.set_mesh(comm.mesh)"
+            )
+        f = jax.jit(jax.shard_map(body, mesh=other, **kwargs))
+        assert_raises(ValueError, message, f, *args)
+
+    @needs_two_devices
+    def test_swapped_axes(self):
+        mesh = layers.mesh({"data": 1, "ep": RANKS})
+        comm = layers.communicator(mesh, "ep", NATIVE)
+        message = (
+            "jax_ep.make_plan: the surrounding shard_map must use the "
+            f"communicator's mesh {{'data': 1, 'ep': {RANKS}}}, found "
+            f"{{'ep': {RANKS}, 'data': 1}}"
+        )
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        swapped = layers.mesh({"ep": RANKS, "data": 1})
+        assert_raises(ValueError, message, trace, body, swapped)
+
+    @needs_two_devices
+    def test_other_devices(self):
+        if jax.device_count() < 2 * RANKS:
+            pytest.skip(f"needs {2 * RANKS} devices")
+        devices = jax.devices()[RANKS : 2 * RANKS]
+        other = layers.mesh({"ep": RANKS}, devices=devices)
+        f = jax.jit(layers.sharded(dispatch_and_combine, other, out_specs=P("ep")))
+        ids = [d.id for d in devices], list(range(RANKS))
+        message = (
+            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
+            f"found another order of devices: {ids[0]} instead of {ids[1]}"
+        )
+        assert_raises(ValueError, message, f, *arguments(other))
+
+    @needs_two_devices
+    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
+    def test_partial_auto(self, axis_type):
+        """XLA would gather around the call without a word."""
+        mesh = layers.mesh({"data": 1, "ep": RANKS}, axis_type)
+        comm = layers.communicator(mesh, "ep", NATIVE)
+        f = jax.jit(
+            jax.shard_map(
+                functools.partial(dispatch_and_combine, comm=comm),
+                mesh=mesh,
+                in_specs=P("ep"),
+                out_specs=P("ep"),
+                axis_names={"ep"},
+            )
+        )
+        message = (
+            "jax_ep.make_plan: every mesh axis must be manual in the surrounding "
+            "shard_map, found ['data'] left to the compiler; leave out "
+            "axis_names= or name all axes"
+        )
+        args = jax.device_put(arguments(), NamedSharding(mesh, P("ep")))
+        assert_raises(ValueError, message, f, *args)
+
+
+class TestClosed:
+    @pytest.mark.parametrize("op", ("make_plan", "dispatch", "combine"))
+    def test_closed_communicator(self, op):
+        comm = jax_ep.Communicator(layers.mesh({"ep": RANKS}), "ep", backend=NATIVE)
+
+        def body(x, topk_idx, rows):
+            if op == "make_plan":
+                comm.close()
+            plan = plan_of(topk_idx, comm=comm)
+            comm.close()
+            return getattr(jax_ep, op)(x if op == "dispatch" else rows, plan)
+
+        message = (
+            f"jax_ep.{op}: the communicator is closed; create a new one "
+            "(executables compiled before close() keep working)"
+        )
+        assert_raises(RuntimeError, message, trace, body)
+
+    def test_closed_before_it_is_compiled(self):
+        """Traced with an open communicator, compiled with a closed one."""
+        mesh = layers.mesh({"ep": RANKS})
+        comm = jax_ep.Communicator(mesh, "ep", backend=NATIVE)
+        f = layers.sharded(functools.partial(dispatch_and_combine, comm=comm), mesh)
+        lowered = jax.jit(f).lower(*arguments())
+        identity = comm.id
+        comm.close()
+        with pytest.raises((RuntimeError, jax.errors.JaxRuntimeError)) as info:
+            jax.block_until_ready(lowered.compile()(*arguments()))
+        assert f"communicator {identity}" in str(info.value)
+
+
+# A rank that never calls. In a process of its own: an error while a program
+# runs must not reach the other tests.
+
+
+@pytest.mark.skipif(
+    harness.ON_GPU, reason="a missing rank ends the CUDA context: tested apart"
+)
+def test_missing_rank():
+    program = pathlib.Path(__file__).with_name("missing_rank_program.py")
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(done.stdout.splitlines()[-1])
+    expected = {
+        "plan": ("1|2|3", "0"),
+        "dispatch": ("0|1|3", "2"),
+        "combine": ("0|2", "1, 3"),
+    }
+    assert messages.keys() == expected.keys()
+    for op, (waiting, missing) in expected.items():
+        pattern = (
+            rf"jax_ep {op} \(channel \d+\): rank ({waiting}) waited 0\.5 s; "
+            rf"missing ranks: {missing}\b"
+        )
+        assert re.search(pattern, messages[op]), messages[op]
