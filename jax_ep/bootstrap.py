@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+_HUNG_UP = "the process hung up"
 _METHODS = ("key_value_set", "blocking_key_value_get", "key_value_delete")
 
 # Set-ups so far over the same processes; equal on all of them, because they
@@ -179,13 +180,13 @@ def compare_arguments(
             if arguments[first].get(key) != arguments[process].get(key)
         ]
         if differing:
+            mine, its = (
+                ", ".join(f"{key} = {arguments[p].get(key)!r}" for key in differing)
+                for p in (first, process)
+            )
             raise ValueError(
-                "jax_ep.Communicator: processes must agree; "
-                + " but ".join(
-                    f"{name(p)} has "
-                    + ", ".join(f"{k} = {arguments[p].get(k)!r}" for k in differing)
-                    for p in (first, process)
-                )
+                f"jax_ep.Communicator: processes must agree; {name(first)} has {mine} "
+                f"but {name(process)} has {its}"
             )
 
 
@@ -267,20 +268,22 @@ class Links:
     def _call(self, processes, process, host, here) -> None:
         for key, meaning in (("boot_id", "host"), ("uid", "user")):
             if host[key] != here[key]:
-                raise OSError(
+                reason = (
                     f"it belongs to another {meaning} ({host['host']}, {key} "
                     f"{host[key]}; here {here['host']}, {here[key]})"
                 )
+                raise OSError(reason)
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sockets[process] = link
         link.settimeout(processes.timeout_s)
         try:
             link.connect(f"\0jax_ep-{host['address']}")
         except OSError as error:
-            raise OSError(
+            reason = (
                 f"no socket of that process here ({error.strerror}); are they in "
                 "different containers or network namespaces?"
-            ) from error
+            )
+            raise OSError(reason) from error
         _check_user(link)
         link.sendall(struct.pack("<q", processes.me) + self._hello(host["address"]))
 
@@ -311,7 +314,8 @@ def _check_user(link: socket.socket) -> None:
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("3i", credentials)
     if user != os.getuid():
-        raise PermissionError(f"the other end belongs to user {user}")
+        reason = f"the other end belongs to user {user}"
+        raise PermissionError(reason)
 
 
 def receive_exactly(link: socket.socket, size: int) -> bytes:
@@ -320,7 +324,7 @@ def receive_exactly(link: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = link.recv(size - len(data))
         if not more:
-            raise ConnectionError("the process hung up")
+            raise ConnectionError(_HUNG_UP)
         data += more
     return data
 
@@ -343,7 +347,7 @@ def receive_descriptor(link: socket.socket) -> tuple[int, bytes]:
             descriptors.frombytes(payload[: len(payload) // size * size])
     try:
         if len(descriptors) != 1 or not data:
-            raise ConnectionError("the process hung up")
+            raise ConnectionError(_HUNG_UP)
         data += receive_exactly(link, 4 - len(data))
         note = receive_exactly(link, struct.unpack("<I", data)[0])
     except BaseException:
@@ -395,18 +399,18 @@ def exchange_shared_memory(
             try:
                 opened[process], note = receive_descriptor(link)
             except OSError as error:
-                raise OSError(
-                    f"no shared memory from {processes.name(process)}: {error}"
-                ) from error
+                reason = f"no shared memory from {processes.name(process)}: {error}"
+                raise OSError(reason) from error
             # The memory itself has to say what its maker told over the socket.
             if (
                 os.fstat(opened[process]).st_size != size
                 or os.pread(opened[process], len(note), 0) != note
             ):
-                raise OSError(
+                reason = (
                     f"the shared memory of {processes.name(process)} is not what "
                     "that process made"
                 )
+                raise OSError(reason)
     except OSError as error:
         problem = str(error)
     try:

@@ -16,8 +16,7 @@ import warnings
 
 import launch
 
-if __name__ == "__main__":
-    NAME, *ARGUMENTS = launch.join()
+NAME, *ARGUMENTS = launch.join()
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +207,7 @@ def random_delays(steps):
         out = step(ids, x)
         if number % 10 == 0:
             assert_right(out, x)
-    assert_right(out, x)
+    assert_right(step(ids, x), x)
     comm.close()
 
 
@@ -435,7 +434,13 @@ def two_axes():
             )(*args)
             for got, sent in zip(out.addressable_shards, args[1].addressable_shards):
                 np.testing.assert_array_equal(got.data, sent.data)
-            say(comm.describe() if hasattr(comm, "describe") else comm)
+            about = comm.describe()
+            paths = np.array(about["groups"][0]["paths"])
+            inside = layout is devices
+            assert (paths == "in-process").all() == inside, paths
+            assert paths[0, 0] == "in-process"
+            assert about["memory_bytes"] > 0
+            say(comm)
 
 
 if __name__ == "__main__":

@@ -226,10 +226,10 @@ bool Channel::Work() {
       case Peers::State::kHere:
         break;
       case Peers::State::kClosed:
-        FailLost(link->process, "has closed the communicator");
+        FailLost(link->process, ": that process has closed the communicator");
         break;
       case Peers::State::kEnded:
-        FailLost(link->process, "has ended");
+        FailLost(link->process, ": that process has ended");
         break;
     }
   }
@@ -417,8 +417,8 @@ void Channel::FailLost(int process, const std::string& what) {
   for (auto call = calls_.begin(); call != calls_.end();) {
     const ChannelCall::Peer& peer = call->second->peers[process];
     if (peer.member && !peer.has_ended) {
-      call = Fail(call, "lost " + peers_.Ranks(call->second->places, process) +
-                            ": that process " + what);
+      call = Fail(call,
+                  "lost " + peers_.Ranks(call->second->places, process) + what);
     } else {
       ++call;
     }
