@@ -75,6 +75,78 @@ struct ControlLayout {
   }
 };
 
+// Staging memory of one process: what its peers on the same host write and it
+// reads, in shared memory, cut as [channel][peer][slot]. Every word has a cache
+// line of its own, so that channels never contend. It begins with a header that
+// set-up writes; a channel is cut as
+//   asleep  u32, the reader's thread sleeps on this futex
+//   tail    [peer] u64, slots filled so far; the peer is the producer
+//   head    [peer] u64, slots drained so far; the owner is the consumer
+//   slots   [peer][num_slots][slot_bytes]
+// Peers are the other processes in order: process p of P stands at p in the
+// memory of those below it, and at p - 1 in the memory of those above.
+struct StagingLayout {
+  static constexpr int64_t kLine = 128;
+  // A call is announced in one slot.
+  static constexpr int64_t kMinSlotBytes = 1024;
+  static constexpr int64_t kMaxSlotBytes = 64 << 10;
+  static constexpr int64_t kMinSlots = 2;
+
+  int64_t num_channels;
+  int64_t num_peers;
+  int64_t num_slots;
+  int64_t slot_bytes;
+  int64_t channel_bytes;
+
+  // Shares `staging_bytes` out over channels and peers. Large slots first: they
+  // cost the least; then as many as there is room for.
+  JAX_EP_HOST_DEVICE constexpr StagingLayout(int64_t staging_bytes,
+                                             int64_t channels,
+                                             int64_t num_processes)
+      : num_channels(channels),
+        num_peers(num_processes > 1 ? num_processes - 1 : 1),
+        num_slots(0),
+        slot_bytes(0),
+        channel_bytes(0) {
+    const int64_t ring_bytes = staging_bytes / (num_channels * num_peers);
+    slot_bytes = ring_bytes / kMinSlots / kLine * kLine;
+    if (slot_bytes > kMaxSlotBytes) slot_bytes = kMaxSlotBytes;
+    num_slots = slot_bytes > 0 ? ring_bytes / slot_bytes : 0;
+    channel_bytes =
+        kLine * (1 + 2 * num_peers) + num_peers * num_slots * slot_bytes;
+  }
+
+  // The least staging_bytes that Valid() accepts.
+  static constexpr int64_t MinBytes(int64_t channels, int64_t num_processes) {
+    const int64_t peers = num_processes > 1 ? num_processes - 1 : 1;
+    return channels * peers * kMinSlots * kMinSlotBytes;
+  }
+
+  constexpr bool Valid() const { return slot_bytes >= kMinSlotBytes; }
+  constexpr int64_t size() const {
+    return kLine + num_channels * channel_bytes;
+  }
+
+  // Where `peer` stands in the memory of `owner`.
+  static constexpr int64_t PeerIndex(int64_t owner, int64_t peer) {
+    return peer < owner ? peer : peer - 1;
+  }
+
+  constexpr int64_t asleep(int64_t channel) const {
+    return kLine + channel * channel_bytes;
+  }
+  constexpr int64_t tail(int64_t channel, int64_t peer) const {
+    return asleep(channel) + kLine * (1 + peer);
+  }
+  constexpr int64_t head(int64_t channel, int64_t peer) const {
+    return asleep(channel) + kLine * (1 + num_peers + peer);
+  }
+  constexpr int64_t slot(int64_t channel, int64_t peer, int64_t i) const {
+    return asleep(channel) + kLine * (1 + 2 * num_peers) +
+           (peer * num_slots + i) * slot_bytes;
+  }
+};
+
 }  // namespace jax_ep
 
 #endif  // JAX_EP_CC_LAYOUT_H_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def check_open(comm: Communicator, op: str) -> None:
-    """Raises RuntimeError where `comm` was closed."""
+    """Raises RuntimeError where `comm` was closed, or set up before a fork."""
+    if comm._pid != os.getpid():
+        raise RuntimeError(
+            f"jax_ep.{op}: the communicator was set up before this process was "
+            "forked, and neither it nor JAX works in the child; start processes "
+            "with the method 'spawn'"
+        )
     if comm.closed:
         raise RuntimeError(
             f"jax_ep.{op}: the communicator is closed; create a new one "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import threading
 import warnings
 import weakref
@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import native, peer_memory
+from jax_ep import bootstrap, peer_memory, staging
 
 _BACKENDS = ("cuda", "cpu", "xla")
-# Equal on all processes: communicators are created in the same order.
-_ids = itertools.count(1)
+_next_id = 1
 _ids_lock = threading.Lock()
 
 
@@ -37,6 +36,7 @@ class Communicator:
         buffers), "cpu" (native host code) or "xla" (plain JAX collectives,
         wherever JAX runs).
       timeout_s: seconds that a rank waits for its peers inside an operation.
+      processes: JAX's process indices of the mesh's devices, ascending.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class Communicator:
         *,
         backend: str | None = None,
         num_sms: int | None = None,
+        num_channels: int = 2,
+        staging_bytes: int = 16 << 20,
         timeout_s: float = 30.0,
     ):
         """Creates the communicator.
@@ -58,48 +60,210 @@ class Communicator:
             why it fell back.
           num_sms: multiprocessors that one CUDA operation uses. Default: what
             fills the link, see docs/design.md.
+          num_channels: threads of this process that exchange rows with other
+            processes of the host. Rows inside a process, and rows between GPUs
+            that reach each other's memory, need none.
+          staging_bytes: shared memory through which other processes send rows
+            to this one, all channels and processes together. Rows of any size
+            and number go through; more memory lets senders run ahead further.
           timeout_s: how long a rank waits for its peers inside an operation
             before the operation fails: on CPU with JaxRuntimeError, on a GPU
             with a message and a trap, which also reaches the user as
-            JaxRuntimeError.
+            JaxRuntimeError. Set-up and close() wait as long for the other
+            processes.
 
         Raises:
-          TypeError, ValueError: a bad argument.
-          RuntimeError: the named backend cannot work here, with the reason.
+          TypeError, ValueError: a bad argument, or one that differs between
+            processes.
+          RuntimeError: the named backend cannot work here, with the reason; or
+            a process did not come.
         """
-        _check_arguments(mesh, axis_name, backend, num_sms, timeout_s)
         self.mesh = mesh
         self.axis_name = axis_name
+        self.timeout_s = timeout_s
+        self._num_sms = num_sms
+        self._num_channels = num_channels
+        self._staging_bytes = staging_bytes
+        self._check_arguments(backend)
         self.num_ranks = mesh.shape[axis_name]
-        self.timeout_s = float(timeout_s)
         self._groups = _groups(mesh, axis_name)
-        self.backend = backend or _choose_backend(self._groups)
-        with _ids_lock:
-            self.id = next(_ids)
-        self._release: Callable[[], Any] = lambda: None
-        if self.backend == "cpu":
-            self._release = self._set_up_host()
-        elif self.backend == "cuda":
-            _require_platform("cuda", "gpu", self._groups)
-            self._release = peer_memory.set_up_cuda(
-                self.id, self._groups, num_sms=num_sms, timeout_s=self.timeout_s
-            )
+        self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
+        self._pid = os.getpid()
+        self._memory_bytes = 0
+        self._links: bootstrap.Links | None = None
+        self._peers = self._meet(backend)
+        release = self._set_up(backend)
         # Runs once: on close(), or when the last reference goes.
-        self._finalizer = weakref.finalize(self, self._release)
+        self._finalizer = weakref.finalize(self, _release_here, release, self._pid)
         # At exit the process takes everything with it.
         self._finalizer.atexit = False
 
+    def _set_up(self, backend: str | None) -> Callable[[], Any]:
+        """Sets self.backend and self.id; returns what releases them."""
+        problem: str | None = None
+        for choice in [backend] if backend else _candidates(self._groups):
+            if choice == "xla":
+                break
+            problem = self._why_not(choice)
+            if problem is None:
+                self.backend, self.id = choice, self._agree_on_id()
+                if choice == "cuda":
+                    self._memory_bytes = peer_memory.control_bytes(self._groups)
+                    return peer_memory.set_up_cuda(
+                        self.id,
+                        self._groups,
+                        num_sms=self._num_sms,
+                        timeout_s=self.timeout_s,
+                    )
+                return self._set_up_host()
+            if backend is not None:
+                raise RuntimeError(
+                    f"jax_ep.Communicator: backend {choice!r} cannot work here: "
+                    f"{problem}"
+                )
+        if backend is None:
+            platforms = sorted(_platforms(self._groups))
+            problem = problem or f"no native backend for {platforms} devices"
+            warnings.warn(
+                "jax_ep.Communicator: falling back to backend 'xla', which is "
+                f"slow: {problem}",
+                stacklevel=3,
+            )
+        self.backend, self.id = "xla", self._agree_on_id()
+        return lambda: None
+
+    def _meet(self, backend: str | None) -> bootstrap.Processes | None:
+        """Meets the other processes, which must have come with the same."""
+        if self.processes == (jax.process_index(),):
+            return None
+        if jax.process_index() not in self.processes:
+            raise ValueError(
+                f"jax_ep.Communicator: process {jax.process_index()} has no device "
+                f"on the mesh, only processes {list(self.processes)} have"
+            )
+        names = {
+            process: f"process {process} ({_ranks_of(process, self._groups)})"
+            for process in self.processes
+        }
+        peers = bootstrap.Processes(
+            self.processes, jax.process_index(), self.timeout_s, names=names
+        )
+        arguments = peers.gather("arguments", self._arguments(backend))
+        bootstrap.compare_arguments(arguments, peers.name)
+        return peers
+
+    def _arguments(self, backend: str | None) -> dict[str, Any]:
+        """What every process has to have called this with."""
+        return {
+            "jax_ep version": _version(),
+            "jax version": jax.__version__,
+            "axis_name": self.axis_name,
+            "mesh": [[str(name), size] for name, size in self.mesh.shape.items()],
+            "devices": [device.id for device in self.mesh.devices.flat],
+            "backend": backend,
+            "num_sms": self._num_sms,
+            "num_channels": self._num_channels,
+            "staging_bytes": self._staging_bytes,
+            "timeout_s": self.timeout_s,
+        }
+
+    def _why_not(self, backend: str) -> str | None:
+        """Why `backend` cannot serve this mesh; the same on all processes."""
+        platform = {"cpu": "cpu", "cuda": "gpu"}[backend]
+        if _platforms(self._groups) != {platform}:
+            raise RuntimeError(
+                f"jax_ep.Communicator: backend {backend!r} needs a mesh of "
+                f"{platform} devices, found {sorted(_platforms(self._groups))}"
+            )
+        if backend == "cuda":
+            problem = (
+                "one process for each GPU is not supported yet"
+                if self._peers
+                else peer_memory.why_not_cuda(self._groups)
+            )
+        else:
+            problem = staging.why_not_host()
+        if self._peers is None:
+            return problem
+        return self._peers.agree(f"backend {backend}", problem) or self._connect()
+
+    def _connect(self) -> str | None:
+        """Connects the processes; says which cannot reach each other."""
+        assert self._peers is not None
+        if self._links is not None:
+            return None
+        links = bootstrap.Links()
+        host = {**bootstrap.host_identity(), "address": links.address}
+        problem = links.connect(self._peers, self._peers.gather("hosts", host))
+        if problem is None:
+            self._links = links
+        return problem
+
+    def _agree_on_id(self) -> int:
+        """A number for the program, equal on all processes and new on each."""
+        global _next_id
+        with _ids_lock:
+            mine = _next_id
+            if self._peers is None:
+                _next_id = mine + 1
+                return mine
+            agreed = max(self._peers.gather("id", mine).values())
+            _next_id = agreed + 1
+            return agreed
+
     def _set_up_host(self) -> Callable[[], Any]:
-        _require_platform("cpu", "cpu", self._groups)
-        module = native.host()
-        places = [
-            (device.id, group, rank)
-            for group, devices in enumerate(self._groups)
-            for rank, device in enumerate(devices)
-        ]
-        module.create_communicator(self.id, places, self.num_ranks, self.timeout_s)
-        identity = self.id
-        return lambda: module.release_communicator(identity)
+        held = staging.set_up_host(
+            self.id,
+            self._groups,
+            timeout_s=self.timeout_s,
+            num_channels=self._num_channels,
+            staging_bytes=self._staging_bytes,
+            processes=self._peers,
+            links=self._links,
+        )
+        self._memory_bytes = held.memory_bytes
+        return held.release
+
+    def _check_arguments(self, backend: str | None) -> None:
+        where = "jax_ep.Communicator"
+        mesh, axis_name = self.mesh, self.axis_name
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(
+                f"{where}: mesh must be a jax.sharding.Mesh, found "
+                f"{type(mesh).__name__}"
+            )
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"{where}: axis_name must be one of the mesh's axes "
+                f"{mesh.axis_names}, found {axis_name!r}"
+            )
+        if backend is not None and backend not in _BACKENDS:
+            raise ValueError(
+                f"{where}: backend must be one of {_BACKENDS} or None, found "
+                f"{backend!r}"
+            )
+        if mesh.shape[axis_name] > peer_memory.MAX_RANKS:
+            raise ValueError(
+                f"{where}: axis {axis_name!r} must have at most "
+                f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
+            )
+        if self._num_sms is not None and not _is_count(self._num_sms):
+            raise ValueError(
+                f"{where}: num_sms must be an integer >= 1 or None, found "
+                f"{self._num_sms!r}"
+            )
+        for name in ("num_channels", "staging_bytes"):
+            if not _is_count(value := getattr(self, f"_{name}")):
+                raise ValueError(
+                    f"{where}: {name} must be an integer >= 1, found {value!r}"
+                )
+        timeout_s = self.timeout_s
+        if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
+            raise ValueError(
+                f"{where}: timeout_s must be seconds above 0 and below 1e6, "
+                f"found {timeout_s!r}"
+            )
+        self.timeout_s = float(timeout_s)
 
     @property
     def closed(self) -> bool:
@@ -109,16 +273,86 @@ class Communicator:
     def close(self) -> None:
         """Gives back what the communicator holds. Collective and idempotent.
 
-        Safe with executables still alive: each holds on to what it needs, and
-        the last holder frees it.
+        Waits until every process has come here. Safe with executables still
+        alive and running: each holds on to what it needs, and the last holder
+        frees it.
+
+        Raises:
+          RuntimeError: a process did not come within timeout_s. What this one
+            holds is given back all the same.
         """
-        self._finalizer()
+        if self.closed:
+            return
+        try:
+            if self._peers is not None and os.getpid() == self._pid:
+                self._peers.barrier("close")
+        finally:
+            self._finalizer()
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an error the other processes may never come to close().
+        if kind is None:
+            self.close()
+        else:
+            self._finalizer()
+
+    def describe(self) -> dict[str, Any]:
+        """Who takes part and how bytes go, as a dict; `print(comm)` shows it.
+
+        Returns:
+          "backend", "axis_name", "num_ranks", "closed"; "memory_bytes", what
+          this process holds for communication; and "groups", one dict for each
+          coordinate of the other mesh axes: "devices" (JAX's ids) and
+          "processes" by rank, and "paths", [rank][rank], how rows go from one to
+          the other: "in-process" (straight from buffer to buffer on the host),
+          "direct" (GPUs that store into each other's memory), "staged" (through
+          shared memory) or "xla" (JAX's collectives).
+        """
+        return {
+            "backend": self.backend,
+            "axis_name": self.axis_name,
+            "num_ranks": self.num_ranks,
+            "closed": self.closed,
+            "memory_bytes": 0 if self.closed else self._memory_bytes,
+            "groups": [
+                {
+                    "devices": [device.id for device in devices],
+                    "processes": [device.process_index for device in devices],
+                    "paths": [[self._path(a, b) for b in devices] for a in devices],
+                }
+                for devices in self._groups
+            ],
+        }
+
+    def _path(self, a: jax.Device, b: jax.Device) -> str:
+        if self.backend == "cpu":
+            return "in-process" if a.process_index == b.process_index else "staged"
+        return "direct" if self.backend == "cuda" else "xla"
+
+    def __str__(self) -> str:
+        about = self.describe()
+        lines = [
+            f"{self!r}",
+            f"  {self.num_ranks} ranks in {len(self.processes)} processes, "
+            f"{about['memory_bytes'] / 2**20:.1f} MiB held by this one",
+        ]
+        for number, group in enumerate(about["groups"]):
+            lines.append(f"  group {number}: rank, device, process, paths to rank 0 ..")
+            lines += [
+                f"    {rank:4} {device:6} {process:4}  {' '.join(paths)}"
+                for rank, (device, process, paths) in enumerate(
+                    zip(
+                        group["devices"],
+                        group["processes"],
+                        group["paths"],
+                        strict=True,
+                    )
+                )
+            ]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -128,79 +362,47 @@ class Communicator:
         )
 
 
-def _check_arguments(mesh, axis_name, backend, num_sms, timeout_s) -> None:
-    where = "jax_ep.Communicator"
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(
-            f"{where}: mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}"
-        )
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"{where}: axis_name must be one of the mesh's axes "
-            f"{mesh.axis_names}, found {axis_name!r}"
-        )
-    if backend is not None and backend not in _BACKENDS:
-        raise ValueError(
-            f"{where}: backend must be one of {_BACKENDS} or None, found {backend!r}"
-        )
-    if mesh.shape[axis_name] > peer_memory.MAX_RANKS:
-        raise ValueError(
-            f"{where}: axis {axis_name!r} must have at most "
-            f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
-        )
-    if num_sms is not None and (type(num_sms) is not int or num_sms < 1):
-        raise ValueError(
-            f"{where}: num_sms must be an integer >= 1 or None, found {num_sms!r}"
-        )
-    if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
-        raise ValueError(
-            f"{where}: timeout_s must be seconds above 0 and below 1e6, "
-            f"found {timeout_s!r}"
-        )
-
-
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
 
 
-def _choose_backend(groups: list[list[jax.Device]]) -> str:
-    _require_one_process(groups)
-    platforms = _platforms(groups)
-    if platforms == {"cpu"}:
-        return "cpu"
-    if platforms == {"gpu"}:
-        problem = peer_memory.why_not_cuda(groups)
-        if problem is None:
-            return "cuda"
-    else:
-        problem = f"no native backend for {sorted(platforms)} devices"
-    warnings.warn(
-        f"jax_ep.Communicator: falling back to backend 'xla', which is slow: {problem}",
-        stacklevel=3,
-    )
-    return "xla"
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _version() -> str:
+    import jax_ep
+
+    return jax_ep.__version__
+
+
+def _ranks_of(process: int, groups: list[list[jax.Device]]) -> str:
+    """Its ranks in all groups together, as "ranks 2, 3"."""
+    ranks = {
+        rank
+        for devices in groups
+        for rank, device in enumerate(devices)
+        if device.process_index == process
+    }
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _candidates(groups: list[list[jax.Device]]) -> list[str]:
+    """Native backends for these devices, the best first."""
+    for platform, backend in (("gpu", "cuda"), ("cpu", "cpu")):
+        if _platforms(groups) == {platform}:
+            return [backend]
+    return []
 
 
 def _platforms(groups: list[list[jax.Device]]) -> set[str]:
     return {device.platform for group in groups for device in group}
 
 
-def _require_one_process(groups: list[list[jax.Device]]) -> None:
-    processes = {device.process_index for group in groups for device in group}
-    if processes != {jax.process_index()}:
-        raise RuntimeError(
-            "jax_ep.Communicator: the native backends need all devices of the "
-            f"mesh in this process ({jax.process_index()}), found processes "
-            f"{sorted(processes)}; use backend='xla'"
-        )
-
-
-def _require_platform(backend: str, platform: str, groups) -> None:
-    _require_one_process(groups)
-    if _platforms(groups) != {platform}:
-        raise RuntimeError(
-            f"jax_ep.Communicator: backend {backend!r} needs a mesh of "
-            f"{platform} devices, found {sorted(_platforms(groups))}"
-        )
+def _release_here(release: Callable[[], Any], pid: int) -> None:
+    # What a forked child inherits is its parent's.
+    if os.getpid() == pid:
+        release()

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 # empty_ranges. Only permute reads the ranges, but its transposes are permutes.
 _NUM_ROUTING = 2
 
+# Backends whose native kernels are used. Those for CUDA (cc/permute.cu and its
+# neighbours) compile, but have not run on a GPU yet: until they have, backend
+# "cuda" takes the plain JAX implementation, which XLA compiles for any device.
+_NATIVE_BACKENDS = frozenset({"cpu"})
+
 
 def expert_rows(plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Binds ep_expert_rows: (i32[C, K] places or -1, i32[L + 1, 2] empty ranges).
@@ -192,7 +197,7 @@ def _lower_plain(ctx, function, operands):
 
 
 def _expert_rows_lowering(ctx, recv_topk_idx, *, backend, **sizes):
-    if backend == "xla":
+    if backend not in _NATIVE_BACKENDS:
         plain = functools.partial(xla_backend.expert_rows, **sizes)
         return _lower_plain(ctx, plain, [recv_topk_idx])
     local_experts = sizes.pop("local_experts")
@@ -218,7 +223,7 @@ def _expert_rows_lowering(ctx, recv_topk_idx, *, backend, **sizes):
 
 
 def _permute_lowering(ctx, *operands, backend, weighted, expert_capacity):
-    if backend == "xla":
+    if backend not in _NATIVE_BACKENDS:
 
         def plain(*operands):
             (places, _), weights, leaves = _split(operands, weighted)
@@ -233,7 +238,7 @@ def _permute_lowering(ctx, *operands, backend, weighted, expert_capacity):
 
 
 def _unpermute_lowering(ctx, *operands, backend, weighted, **_):
-    if backend == "xla":
+    if backend not in _NATIVE_BACKENDS:
 
         def plain(*operands):
             (places, _), weights, leaves = _split(operands, weighted)
@@ -244,7 +249,7 @@ def _unpermute_lowering(ctx, *operands, backend, weighted, **_):
 
 
 def _row_dots_lowering(ctx, *operands, backend, **_):
-    if backend == "xla":
+    if backend not in _NATIVE_BACKENDS:
         dtype = ctx.avals_out[0].dtype
 
         def plain(places, ranges, *leaves):

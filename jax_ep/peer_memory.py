@@ -100,6 +100,17 @@ def set_up_cuda(
     return lambda: module.release_communicator(identity)
 
 
+def control_bytes(groups: _Groups) -> int:
+    """Control memory on all local GPUs together, for the communicator's groups."""
+    here = jax.process_index()
+    return sum(
+        native.cuda().control_bytes(len(devices))
+        for devices in groups
+        for device in devices
+        if device.process_index == here
+    )
+
+
 def _pairs(groups: _Groups) -> Iterator[tuple[jax.Device, jax.Device]]:
     for group in groups:
         yield from itertools.permutations(group, 2)

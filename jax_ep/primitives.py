@@ -201,6 +201,9 @@ def _ffi_call(
             f"jax_ep: backend {comm.backend!r} runs on {sorted(native.PLATFORMS)}, "
             f"found a program for {sorted(platforms)}; use backend='xla' there"
         )
+    if comm.backend == "cpu":
+        # Sites that share a channel are counted from here on.
+        native.host().begin_program()
     rule = jax.ffi.ffi_lowering(target)
     return rule(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),

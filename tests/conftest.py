@@ -18,8 +18,25 @@ def pytest_addoption(parser):
         help="where the tests run (default: cuda where JAX finds a GPU)",
     )
 
+    parser.addoption(
+        "--tiny-staging",
+        action="store_true",
+        help="1 channel of 2 slots between processes (process_suite.py)",
+    )
+
 
 def pytest_configure(config):
+    if jax.distributed.is_initialized():
+        # process_suite.py set JAX up; harness.py may only be imported then.
+        import harness
+
+        config.jax_ep_platform = "cpu"
+        if config.getoption("--tiny-staging"):
+            peers = jax.process_count() - 1
+            harness.COMMUNICATOR_OPTIONS.update(
+                num_channels=1, staging_bytes=2 * 1024 * peers
+            )
+        return
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     wanted = config.getoption("--platform")
     if wanted is not None:

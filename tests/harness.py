@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +24,24 @@ import payloads
 import pytest
 from jax import lax
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import bootstrap
 
 ON_GPU = jax.default_backend() == "gpu"
+# process_suite.py runs these tests in several processes, all in step; each of
+# them gets the results of all ranks and compares them.
+PROCESSES = jax.process_count()
 # What this machine runs; the names are Communicator's.
 BACKENDS = ("cuda", "xla") if ON_GPU else ("cpu", "xla")
+if PROCESSES > 1:
+    BACKENDS = BACKENDS[:1]
+# Further arguments of every Communicator; conftest.py sets them.
+COMMUNICATOR_OPTIONS: dict[str, Any] = {}
+# JAX numbers the CPU devices of process p from p times this.
+_DEVICES_A_PROCESS = 2048
 
 PLAN_FIELDS = (
     "num_recv",
@@ -75,11 +87,20 @@ on_each_combination = pytest.mark.parametrize(
 
 
 def mesh(ranks: int) -> Mesh:
-    """A mesh of one axis "ep"; skips where there are too few devices."""
+    """A mesh of one axis "ep"; skips where there are too few devices.
+
+    Where there are several processes it takes some devices of each.
+    """
     found = jax.device_count()
     if ranks > found:
         pytest.skip(f"needs {ranks} devices; this machine has {found}")
-    return jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks])
+    if ranks < PROCESSES:
+        pytest.skip(f"{ranks} ranks are too few for {PROCESSES} processes")
+    devices = sorted(
+        jax.devices(), key=lambda d: (d.id % _DEVICES_A_PROCESS, d.process_index)
+    )
+    devices = devices[:ranks] if PROCESSES > 1 else jax.devices()[:ranks]
+    return Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Explicit,))
 
 
 def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
@@ -89,7 +110,7 @@ def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
 
 @functools.cache
 def _communicator(over: Mesh, backend: str) -> jax_ep.Communicator:
-    return jax_ep.Communicator(over, "ep", backend=backend)
+    return jax_ep.Communicator(over, "ep", backend=backend, **COMMUNICATOR_OPTIONS)
 
 
 class Program:
@@ -122,7 +143,9 @@ class Program:
 
     def put(self, *args):
         """Puts stacked arrays on the ranks' devices, for `launch`."""
-        return jax.device_put(args, self._sharding)
+        if PROCESSES == 1:
+            return jax.device_put(args, self._sharding)
+        return jax.tree.map(lambda a: _put_rows(np.asarray(a), self._sharding), args)
 
     def launch(self, args):
         """Starts one run and returns its device arrays, waiting for nothing."""
@@ -133,18 +156,73 @@ class Program:
         with perturbed_allocator():
             args = self.put(*args)
             outputs = self._over_poison(args, self._poison(args))
-            return jax.tree.map(np.asarray, outputs)
+            return fetch(outputs)
 
     def _poison(self, args):
-        # may_alias=False: memory lent by NumPy would not be written over.
-        return jax.tree.map(
-            lambda out: jax.device_put(
-                payloads.poison(out.shape, out.dtype),
-                self._sharding,
-                may_alias=False,
-            ),
-            self._inner.eval_shape(args),
+        def put(out):
+            poison = payloads.poison(out.shape, out.dtype)
+            if PROCESSES > 1:
+                return _put_rows(poison, self._sharding)
+            # may_alias=False: memory lent by NumPy would not be written over.
+            return jax.device_put(poison, self._sharding, may_alias=False)
+
+        return jax.tree.map(put, self._inner.eval_shape(args))
+
+
+def _put_rows(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """[R, ...] to the ranks, where some of them belong to other processes."""
+    shards = [
+        jax.device_put(array[rank : rank + 1], device, may_alias=False)
+        for rank, device in enumerate(sharding.mesh.devices.flat)
+        if device.process_index == jax.process_index()
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def fetch(outputs: Any) -> Any:
+    """The results of all ranks, [R, ...] each, as NumPy arrays.
+
+    Other processes' come through JAX's key-value store: exact for every dtype,
+    and apart from the collectives under test.
+    """
+    if PROCESSES == 1:
+        return jax.tree.map(np.asarray, outputs)
+    leaves, structure = jax.tree.flatten(outputs)
+    mine = [
+        {
+            shard.index[0].start or 0: np.asarray(shard.data)
+            for shard in leaf.addressable_shards
+        }
+        for leaf in leaves
+    ]
+    everybody = _gather(mine)
+    rows: list[dict[int, np.ndarray]] = [{} for _ in leaves]
+    for process in everybody:
+        for have, more in zip(rows, process):
+            have.update(more)
+    return structure.unflatten(
+        [np.concatenate([by_rank[r] for r in sorted(by_rank)]) for by_rank in rows]
+    )
+
+
+_gathered = itertools.count()
+
+
+def _gather(value: Any) -> list[Any]:
+    """Everybody's value, by process; every process calls this in step."""
+    client = bootstrap.distributed_client()
+    number, me = next(_gathered), jax.process_index()
+    client.key_value_set_bytes(f"harness/{number}/{me}", pickle.dumps(value))
+    if number > 1:
+        client.key_value_delete(f"harness/{number - 2}/{me}")
+    return [
+        value
+        if process == me
+        else pickle.loads(
+            client.blocking_key_value_get_bytes(f"harness/{number}/{process}", 60_000)
         )
+        for process in range(PROCESSES)
+    ]
 
 
 @contextlib.contextmanager

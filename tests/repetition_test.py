@@ -79,6 +79,7 @@ def _assert_runs(backend, routings, count, experts, capacity, delay):
     results = _launch(program, placed)
     for run, (args, found) in enumerate(zip(arguments, results)):
         want = _right(*args[:2], experts, capacity)
+        found = harness.fetch(found)
         for name, got, right in zip(("received", "combined"), found, want):
             payloads.assert_same_rows(got, right, f"run {run}: {name}")
 
@@ -220,7 +221,7 @@ def test_large_pairs_forward_and_backward_are_the_oracles(backend):
         want = [_pair_of(right, a).view(np.uint16) for a in (x, gradient)]
         placed.append(program.put(ids, x, gradient, tuple(want)))
     wrong = _launch(program, [placed[run % 2] for run in range(pairs)])
-    assert [int(np.asarray(w).sum()) for w in wrong] == [0] * pairs
+    assert [int(w.sum()) for w in harness.fetch(wrong)] == [0] * pairs
 
 
 def _changed_linearly(rows, comm):

@@ -7,7 +7,11 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "cc/cpu/call_sites.h"
+#include "cc/cpu/exchange.h"
+#include "cc/cpu/moves.h"
 #include "cc/cpu/rendezvous.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,21 +24,43 @@ struct HostCommunicator {
     int rank;
   };
 
+  ~HostCommunicator();
+
+  // Whether all ranks of a group are in this process.
+  bool IsLocal(int group) const {
+    return static_cast<int>(local_ranks[group].size()) == num_ranks;
+  }
+
   int num_ranks;
   double timeout_s;
   std::map<int32_t, Place> places;  // by XLA's device ordinal
+  // By group: its ranks in this process, and where all of them are.
+  std::vector<std::vector<int>> local_ranks;
+  std::vector<cpu::GroupPlaces> group_places;
+  // Only where there are other processes.
+  std::unique_ptr<cpu::Exchange> exchange;
+  cpu::CallSites sites;
+  int process_id;  // of the operating system: a forked child has another
 };
 
 // State of one call site, shared by the local devices.
 struct HostCallSite {
   static xla::ffi::TypeId id;
 
-  HostCallSite(std::shared_ptr<HostCommunicator> comm, std::string name)
+  HostCallSite(std::shared_ptr<HostCommunicator> comm, std::string name,
+               int64_t channel_id)
       : communicator(std::move(comm)),
-        rendezvous(std::move(name), communicator->num_ranks,
+        channel(channel_id),
+        number(communicator->sites.Add(this, channel_id)),
+        rendezvous(std::move(name), communicator->local_ranks,
                    communicator->timeout_s) {}
+  ~HostCallSite() { communicator->sites.Remove(this); }
+  HostCallSite(const HostCallSite&) = delete;
+  HostCallSite& operator=(const HostCallSite&) = delete;
 
   std::shared_ptr<HostCommunicator> communicator;
+  const int64_t channel;
+  const int32_t number;  // among the sites of a program that share a channel
   cpu::Rendezvous rendezvous;
 };
 

@@ -1,6 +1,9 @@
 // jax_ep._host: handlers and communicators of the host backend for Python.
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -8,6 +11,7 @@
 #include "cc/expert_layout.h"
 #include "cc/layout.h"
 #include "nanobind/nanobind.h"
+#include "nanobind/stl/optional.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
@@ -38,25 +42,85 @@ nb::dict Types() {
   return types;
 }
 
-// places: (device ordinal, group, rank) of every local device.
+// What connects the processes of a communicator, by their position among them.
+struct ExchangeArguments {
+  std::vector<int> numbers;  // JAX's process indices
+  int64_t staging_bytes;
+  int64_t num_channels;
+  std::vector<int> memories;
+  std::vector<int> sockets;
+};
+
+std::unique_ptr<cpu::Exchange> CreateExchange(const ExchangeArguments& from,
+                                              int me, double timeout_s) {
+  std::unique_ptr<cpu::Exchange> exchange = cpu::Exchange::Create(
+      {.numbers = from.numbers,
+       .me = me,
+       .timeout_s = timeout_s,
+       .layout = StagingLayout(from.staging_bytes, from.num_channels,
+                               static_cast<int64_t>(from.numbers.size())),
+       .memories = from.memories,
+       .sockets = from.sockets});
+  if (exchange == nullptr) {
+    throw std::runtime_error("jax_ep: cannot map the shared memory");
+  }
+  return exchange;
+}
+
+// places: (device ordinal, group, rank) of every local device. processes: where
+// each rank is, [group][rank], by position; `me` is this one's.
 void CreateCommunicator(
     int64_t id, const std::vector<std::tuple<int32_t, int, int>>& places,
-    int num_ranks, double timeout_s) {
+    int num_ranks, double timeout_s,
+    const std::vector<std::vector<int>>& processes, int me,
+    const std::optional<ExchangeArguments>& exchange) {
   auto communicator = std::make_shared<HostCommunicator>();
   communicator->num_ranks = num_ranks;
   communicator->timeout_s = timeout_s;
+  communicator->process_id = getpid();
   for (const auto& [ordinal, group, rank] : places) {
     communicator->places[ordinal] = {group, rank};
   }
+  for (const std::vector<int>& process : processes) {
+    cpu::GroupPlaces group = {me, process};
+    std::vector<int> ranks;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (group.Here(rank)) ranks.push_back(rank);
+    }
+    communicator->local_ranks.push_back(std::move(ranks));
+    communicator->group_places.push_back(std::move(group));
+  }
+  if (exchange) {
+    communicator->exchange = CreateExchange(*exchange, me, timeout_s);
+  }
   Registry<HostCommunicator>::Get().Add(id, std::move(communicator));
+}
+
+// Bytes of staging memory that a process holds, and the least staging_bytes.
+std::pair<int64_t, int64_t> StagingSize(int64_t staging_bytes,
+                                        int64_t num_channels,
+                                        int64_t num_processes) {
+  const StagingLayout layout(staging_bytes, num_channels, num_processes);
+  return {layout.Valid() ? layout.size() : 0,
+          StagingLayout::MinBytes(num_channels, num_processes)};
 }
 
 NB_MODULE(_host, m) {
   m.def("ffi_version", &FfiVersion);
   m.def("handlers", &Handlers);
   m.def("types", &Types);
+  nb::class_<ExchangeArguments>(m, "ExchangeArguments")
+      .def(nb::init<std::vector<int>, int64_t, int64_t, std::vector<int>,
+                    std::vector<int>>(),
+           nb::arg("numbers"), nb::arg("staging_bytes"),
+           nb::arg("num_channels"), nb::arg("memories"), nb::arg("sockets"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
-        nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"));
+        nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"),
+        nb::arg("processes"), nb::arg("me"), nb::arg("exchange").none());
+  m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
+        nb::arg("num_channels"), nb::arg("num_processes"));
+  m.def("abandon_after_fork", &cpu::Exchange::AbandonAfterFork);
+  m.def("begin_program", &cpu::CallSites::BeginProgram);
   m.def("release_communicator",
         [](int64_t id) { Registry<HostCommunicator>::Get().Remove(id); });
   m.def("expert_rows_workspace_size", &ExpertRowsWorkspaceSize,

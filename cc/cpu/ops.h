@@ -1,8 +1,10 @@
 // plan, dispatch and combine on the host, over all ranks of a group at once.
 //
 // The last rank to arrive (cc/cpu/rendezvous.h) calls these with everybody's
-// buffers; no rank waits for another inside. Shapes are equal on all ranks.
-// Arrays are row-major; see jax_ep.Plan for the meaning of the plan's fields.
+// buffers; no rank waits for another inside. Ranks of other processes have no
+// buffers here, but for topk_idx: what they would write is left out. Shapes are
+// equal on all ranks. Arrays are row-major; see jax_ep.Plan for the meaning of
+// the plan's fields.
 #ifndef JAX_EP_CC_CPU_OPS_H_
 #define JAX_EP_CC_CPU_OPS_H_
 
@@ -25,6 +27,9 @@ struct PlanSizes {
 
 // One rank's buffers of a plan.
 struct PlanBuffers {
+  // Whether the rank is in this process. recv_counts is never empty.
+  bool here() const { return recv_counts != nullptr; }
+
   const int32_t* topk_idx;  // [T, K]
   int32_t* routes;          // [T, min(K, R), 2]
   int32_t* num_recv;        // []
@@ -49,6 +54,9 @@ struct Leaf {
 // One rank's buffers of a dispatch (in [T], out [C]) or combine (in [C], out
 // [T]).
 struct RowBuffers {
+  // Whether the rank is in this process. There is a leaf in every call.
+  bool here() const { return !leaves.empty(); }
+
   const int32_t* routes;    // [T, routes_per_token, 2]
   const int32_t* num_recv;  // [], dispatch only
   std::vector<Leaf> leaves;
@@ -69,8 +77,8 @@ struct Part {
   int64_t end;
 };
 
-// Cuts the work into at most `max_parts` parts for each rank.
-std::vector<Part> SplitRows(int32_t num_ranks, int64_t num_tokens,
+// Cuts the work into at most `max_parts` parts for each of `ranks`.
+std::vector<Part> SplitRows(const std::vector<int>& ranks, int64_t num_tokens,
                             int64_t max_parts);
 
 void Dispatch(const RowSizes& sizes, const std::vector<RowBuffers>& ranks,

@@ -51,6 +51,7 @@ void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks) {
       LocalExperts(sizes.num_experts, sizes.num_ranks);
   const int32_t width = RoutesPerToken(sizes.top_k, sizes.num_ranks);
   for (const PlanBuffers& to : ranks) {
+    if (!to.here()) continue;
     std::fill_n(to.expert_counts, local_experts, 0);
     std::fill_n(to.recv_counts, sizes.num_ranks, 0);
   }
@@ -58,28 +59,31 @@ void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks) {
   std::vector<int64_t> demand(sizes.num_ranks, 0);
   for (int32_t source = 0; source < sizes.num_ranks; ++source) {
     const PlanBuffers& from = ranks[source];
-    std::fill_n(from.routes, sizes.num_tokens * width * 2, -1);
+    if (from.here()) std::fill_n(from.routes, sizes.num_tokens * width * 2, -1);
     for (int64_t token = 0; token < sizes.num_tokens; ++token) {
       const int32_t* ids = from.topk_idx + token * sizes.top_k;
       const uint64_t targets = RanksOf(ids, sizes, local_experts);
-      int32_t* route = from.routes + token * width * 2;
+      int32_t* route = from.here() ? from.routes + token * width * 2 : nullptr;
       for (int32_t rank = 0; rank < sizes.num_ranks; ++rank) {
         if (!(targets >> rank & 1)) continue;
         const int64_t slot = demand[rank]++;
-        if (slot < sizes.capacity) {
+        if (slot < sizes.capacity && route != nullptr) {
           route[0] = rank;
           route[1] = static_cast<int32_t>(slot);
+        }
+        if (slot < sizes.capacity && ranks[rank].here()) {
           ++ranks[rank].recv_counts[source];
           WriteReceived(
               sizes, ranks[rank], rank, local_experts, ids, slot,
               static_cast<int32_t>(source * sizes.num_tokens + token));
         }
-        route += 2;
+        if (route != nullptr) route += 2;
       }
     }
   }
   for (int32_t rank = 0; rank < sizes.num_ranks; ++rank) {
     const PlanBuffers& to = ranks[rank];
+    if (!to.here()) continue;
     FillEmpty(sizes, to, demand[rank]);
     for (int32_t e = 0; e < local_experts; ++e) {
       const int32_t a = sizes.expert_alignment;

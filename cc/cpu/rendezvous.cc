@@ -1,5 +1,7 @@
 #include "cc/cpu/rendezvous.h"
 
+#include <algorithm>
+#include <cfenv>
 #include <condition_variable>
 #include <cstdio>
 #include <map>
@@ -71,19 +73,26 @@ Meeting::Clock::duration Seconds(double seconds) {
 
 }  // namespace
 
-Meeting::Meeting(std::string name, int num_ranks, Clock::duration timeout)
+Meeting::Meeting(std::string name, const std::vector<int>& ranks,
+                 Clock::duration timeout)
     : name_(std::move(name)),
+      ranks_(ranks),
       timeout_(timeout),
       deadline_(Clock::now() + timeout),
-      came_(num_ranks),
-      came_in_time_(num_ranks),
-      arrivals_(num_ranks),
-      completions_(num_ranks) {}
+      came_(ranks.size()),
+      came_in_time_(ranks.size()),
+      arrivals_(ranks.size()),
+      completions_(ranks.size()) {}
+
+size_t Meeting::Position(int rank) const {
+  return std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+}
 
 bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
                     Completion completion) {
   std::unique_lock<std::mutex> lock(mutex_);
-  came_[rank] = true;
+  const size_t position = Position(rank);
+  came_[position] = true;
   ++num_arrived_;
   if (expired_) {
     const std::string error = "jax_ep " + name_ + ": rank " +
@@ -93,20 +102,33 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
     completion(error);
     return false;
   }
-  came_in_time_[rank] = true;
-  arrivals_[rank] = std::move(arrival);
-  completions_[rank] = std::move(completion);
-  last_rank_ = rank;
+  came_in_time_[position] = true;
+  arrivals_[position] = std::move(arrival);
+  // The rest of the program runs on another thread, and computes there as XLA's
+  // own thread would: it may flush subnormal numbers.
+  std::fenv_t environment;
+  std::fegetenv(&environment);
+  completions_[position] = [environment, completion = std::move(completion)](
+                               const std::string& error) {
+    std::fesetenv(&environment);
+    completion(error);
+  };
+  last_ = position;
   return num_arrived_ == static_cast<int>(came_.size());
 }
 
-void Meeting::Finish(bool on_last_ranks_thread) {
-  for (size_t rank = 0; rank < completions_.size(); ++rank) {
-    if (on_last_ranks_thread && static_cast<int>(rank) == last_rank_) continue;
-    CompletionThreads::Get().Run(
-        [completion = std::move(completions_[rank])] { completion(""); });
+void Meeting::Finish(bool on_last_ranks_thread, const std::string& error) {
+  const auto text = [&](size_t i) {
+    if (error.empty()) return error;
+    return "jax_ep " + name_ + ": rank " + std::to_string(ranks_[i]) + " " +
+           error;
+  };
+  for (size_t i = 0; i < completions_.size(); ++i) {
+    if (on_last_ranks_thread && i == last_) continue;
+    CompletionThreads::Get().Run([completion = std::move(completions_[i]),
+                                  outcome = text(i)] { completion(outcome); });
   }
-  if (on_last_ranks_thread) completions_[last_rank_]("");
+  if (on_last_ranks_thread) completions_[last_](text(last_));
 }
 
 void Meeting::Expire() {
@@ -115,10 +137,9 @@ void Meeting::Expire() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_arrived_ == static_cast<int>(came_.size())) return;
     expired_ = true;
-    for (size_t rank = 0; rank < came_.size(); ++rank) {
-      if (!came_[rank]) continue;
-      waiting.emplace_back(std::move(completions_[rank]),
-                           Describe(static_cast<int>(rank)));
+    for (size_t i = 0; i < came_.size(); ++i) {
+      if (!came_[i]) continue;
+      waiting.emplace_back(std::move(completions_[i]), Describe(ranks_[i]));
     }
     arrivals_.clear();
   }
@@ -132,7 +153,7 @@ void Meeting::Expire() {
 
 bool Meeting::Has(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return came_[rank];
+  return came_[Position(rank)];
 }
 
 bool Meeting::complete() {
@@ -142,10 +163,10 @@ bool Meeting::complete() {
 
 std::string Meeting::Describe(int rank) const {
   std::string missing;
-  for (size_t r = 0; r < came_in_time_.size(); ++r) {
-    if (came_in_time_[r]) continue;
+  for (size_t i = 0; i < came_in_time_.size(); ++i) {
+    if (came_in_time_[i]) continue;
     if (!missing.empty()) missing += ", ";
-    missing += std::to_string(r);
+    missing += std::to_string(ranks_[i]);
   }
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.1f",
@@ -154,10 +175,10 @@ std::string Meeting::Describe(int rank) const {
          seconds + " s; missing ranks: " + missing;
 }
 
-Rendezvous::Rendezvous(std::string name, int num_ranks, double timeout_s)
-    : name_(std::move(name)),
-      num_ranks_(num_ranks),
-      timeout_(Seconds(timeout_s)) {}
+Rendezvous::Rendezvous(std::string name,
+                       const std::vector<std::vector<int>>& ranks,
+                       double timeout_s)
+    : name_(std::move(name)), ranks_(ranks), timeout_(Seconds(timeout_s)) {}
 
 std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
                                            std::shared_ptr<void> arrival,
@@ -172,8 +193,8 @@ std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
     while (found != end && found->second->Has(rank)) ++found;
     if (found == end) {
       found = meetings_.emplace(
-          key, std::make_shared<Meeting>(name_, num_ranks_, timeout_));
-      if (num_ranks_ > 1) Watchdog::Get().Watch(found->second);
+          key, std::make_shared<Meeting>(name_, ranks_[group], timeout_));
+      if (ranks_[group].size() > 1) Watchdog::Get().Watch(found->second);
     }
     meeting = found->second;
     last = meeting->Enter(rank, std::move(arrival), std::move(completion));

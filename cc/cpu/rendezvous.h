@@ -22,26 +22,30 @@ namespace jax_ep::cpu {
 // Ends one rank's call: with success where the message is empty.
 using Completion = std::function<void(const std::string& error)>;
 
-// One meeting of all ranks of a group.
+// One meeting of the ranks that a group has in this process.
 class Meeting {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Meeting(std::string name, int num_ranks, Clock::duration timeout);
+  Meeting(std::string name, const std::vector<int>& ranks,
+          Clock::duration timeout);
 
   // Enters a rank. Returns true to the last one, which then owns the work and
   // calls Finish(). `arrival` is that rank's buffers, kept until then.
   bool Enter(int rank, std::shared_ptr<void> arrival, Completion completion);
 
-  // All ranks' buffers by rank; for the last rank only.
+  // Who meets here, ascending.
+  const std::vector<int>& ranks() const { return ranks_; }
+  // Their buffers in that order; for the last rank only.
   const std::vector<std::shared_ptr<void>>& arrivals() const {
     return arrivals_;
   }
 
   // Completes every rank's call. A call's completion runs the rest of that
   // device's program, so each gets a thread of its own; where this is the last
-  // rank's thread, inside its call, that rank's is done here.
-  void Finish(bool on_last_ranks_thread);
+  // rank's thread, inside its call, that rank's is done here. `error` is empty,
+  // or what happened to each rank.
+  void Finish(bool on_last_ranks_thread, const std::string& error = "");
 
   // Fails every rank that waits; no effect once all have come. Ranks that come
   // later fail at once.
@@ -53,15 +57,18 @@ class Meeting {
   Clock::time_point deadline() const { return deadline_; }
 
  private:
+  size_t Position(int rank) const;
   std::string Describe(int rank) const;
 
   const std::string name_;
+  const std::vector<int> ranks_;
   const Clock::duration timeout_;
   const Clock::time_point deadline_;
   std::mutex mutex_;
   int num_arrived_ = 0;
-  int last_rank_ = -1;
+  size_t last_ = 0;
   bool expired_ = false;
+  // By position in ranks_.
   std::vector<bool> came_;
   std::vector<bool> came_in_time_;
   std::vector<std::shared_ptr<void>> arrivals_;
@@ -71,8 +78,10 @@ class Meeting {
 // The meetings of one call site: one for each run and group in flight.
 class Rendezvous {
  public:
-  // `name` is what errors call the site, such as "dispatch (channel 7)".
-  Rendezvous(std::string name, int num_ranks, double timeout_s);
+  // `name` is what errors call the site, such as "dispatch (channel 7)";
+  // `ranks` are those of each group that are in this process.
+  Rendezvous(std::string name, const std::vector<std::vector<int>>& ranks,
+             double timeout_s);
 
   // Enters `rank` of `group` in run `run_id`. Where it is the last, returns the
   // meeting, whose Finish() the caller owes; else nullptr. Never blocks.
@@ -82,7 +91,7 @@ class Rendezvous {
 
  private:
   const std::string name_;
-  const int num_ranks_;
+  const std::vector<std::vector<int>> ranks_;
   const Meeting::Clock::duration timeout_;
   std::mutex mutex_;
   // A loop meets again at the same site in the same run. Rank r joins the first

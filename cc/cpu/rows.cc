@@ -9,11 +9,11 @@
 
 namespace jax_ep::cpu {
 
-std::vector<Part> SplitRows(int32_t num_ranks, int64_t num_tokens,
+std::vector<Part> SplitRows(const std::vector<int>& ranks, int64_t num_tokens,
                             int64_t max_parts) {
   const int64_t parts = std::max<int64_t>(1, std::min(max_parts, num_tokens));
   std::vector<Part> result;
-  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+  for (const int rank : ranks) {
     for (int64_t p = 0; p < parts; ++p) {
       result.push_back(
           {rank, num_tokens * p / parts, num_tokens * (p + 1) / parts});
@@ -31,6 +31,7 @@ void Dispatch(const RowSizes& sizes, const std::vector<RowBuffers>& ranks,
     for (int32_t j = 0; j < width; ++j, route += 2) {
       if (route[0] < 0) continue;
       const RowBuffers& to = ranks[route[0]];
+      if (!to.here()) continue;
       for (size_t i = 0; i < from.leaves.size(); ++i) {
         const Leaf& leaf = from.leaves[i];
         std::memcpy(to.leaves[i].out + route[1] * leaf.row_bytes,

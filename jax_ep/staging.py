@@ -1,0 +1,125 @@
+"""Set-up of the host backend: staging memory between processes of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_ep import bootstrap, native
+
+
+@dataclasses.dataclass
+class HostStaging:
+    """What a communicator of backend "cpu" holds.
+
+    Attributes:
+      release: gives it back.
+      memory_bytes: shared memory that this process made.
+    """
+
+    release: Callable[[], Any]
+    memory_bytes: int = 0
+
+
+def why_not_host() -> str | None:
+    """Says why the host backend cannot work in this process; None where it can."""
+    try:
+        native.host()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def set_up_host(
+    identity: int,
+    groups: list[list[jax.Device]],
+    *,
+    timeout_s: float,
+    num_channels: int,
+    staging_bytes: int,
+    processes: bootstrap.Processes | None,
+    links: bootstrap.Links | None,
+) -> HostStaging:
+    """Registers the communicator; with other processes, shares memory with them.
+
+    Raises:
+      ValueError: staging_bytes is too small.
+      RuntimeError: memory cannot be shared.
+    """
+    module = native.host()
+    me = jax.process_index()
+    places = [
+        (device.id, group, rank)
+        for group, devices in enumerate(groups)
+        for rank, device in enumerate(devices)
+        if device.process_index == me
+    ]
+    members = (me,) if processes is None else processes.members
+    where = [[members.index(d.process_index) for d in devices] for devices in groups]
+    staging = HostStaging(lambda: module.release_communicator(identity))
+    with contextlib.ExitStack() as stack:
+        exchange = None
+        if processes is not None and links is not None:
+            stack.callback(links.close)
+            size, least = module.staging_size(staging_bytes, num_channels, len(members))
+            if size == 0:
+                raise ValueError(
+                    f"jax_ep.Communicator: staging_bytes must be >= {least} for "
+                    f"{num_channels} channels and {len(members)} processes, found "
+                    f"{staging_bytes}"
+                )
+            memories = _share_memory(processes, links, size, stack)
+            staging.memory_bytes = size
+            exchange = module.ExchangeArguments(
+                numbers=list(members),
+                staging_bytes=staging_bytes,
+                num_channels=num_channels,
+                memories=[memories[p] for p in members],
+                sockets=[links.sockets[p].fileno() if p != me else -1 for p in members],
+            )
+        module.create_communicator(
+            identity,
+            places,
+            len(groups[0]),
+            timeout_s,
+            where,
+            members.index(me),
+            exchange,
+        )
+        if processes is not None:
+            # Nobody begins before everybody can take part.
+            processes.barrier("ready")
+    return staging
+
+
+def _share_memory(processes, links, size, stack) -> dict[int, int]:
+    """Staging memory of every process, closed with `stack`."""
+    proof = secrets.token_bytes(16)
+    memories = {processes.me: bootstrap.create_shared_memory(size, proof)}
+    stack.callback(lambda: [os.close(memory) for memory in memories.values()])
+    theirs, problem = bootstrap.exchange_shared_memory(
+        processes, links, memories[processes.me], size, proof
+    )
+    memories.update(theirs)
+    if problem is not None:
+        raise RuntimeError(
+            f"jax_ep.Communicator: backend 'cpu' cannot work here: {problem}"
+        )
+    return memories
+
+
+def _after_fork() -> None:
+    # The child would hide from the peers that its parent is gone.
+    host = sys.modules.get("jax_ep._host")
+    if host is not None:
+        host.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,139 @@
+"""Starts one program in several processes that find each other through JAX.
+
+    with launch.Job("program.py", 2, tmp_path) as job:
+        job.wait()
+
+Every process gets its place on the command line, which `join` takes off again;
+its output goes to a log of its own. A process that fails ends the wait with all
+logs; what still runs at the end is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def join(argv: list[str] | None = None) -> list[str]:
+    """In a process: takes its place; returns the other arguments."""
+    import jax
+
+    argv = sys.argv[1:] if argv is None else argv
+    address, processes, process, devices, *rest = argv
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.distributed.initialize(address, int(processes), int(process))
+    return rest
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """The processes of one run, and their logs."""
+
+    def __init__(
+        self,
+        program: str,
+        processes: int,
+        logs: pathlib.Path,
+        *,
+        arguments: Sequence[str] = (),
+        devices: int = 2,
+        own_arguments: Sequence[Sequence[str]] | None = None,
+    ):
+        """Starts `python tests/program` once for each process.
+
+        Args:
+          program: a file beside this one.
+          processes: how many.
+          logs: directory for log.<process>.
+          arguments: for all, after their place.
+          devices: virtual CPU devices of each.
+          own_arguments: for each process, after those.
+        """
+        address = f"localhost:{free_port()}"
+        # XLA's pool on few cores, before jax 0.12: threads of several devices
+        # wait in it for each other.
+        environment = {**os.environ, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
+        paths = [str(HERE.parent), str(HERE), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self.logs = [logs / f"log.{process}" for process in range(processes)]
+        self.processes = []
+        for process, log in enumerate(self.logs):
+            place = [address, str(processes), str(process), str(devices)]
+            mine = own_arguments[process] if own_arguments else ()
+            with log.open("wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, HERE / program, *place, *arguments, *mine],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        cwd=HERE.parent,
+                        env=environment,
+                    )
+                )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(
+        self, timeout_s: float = 240.0, *, killed: Sequence[int] = ()
+    ) -> list[str]:
+        """Waits for all and returns their output; those `killed` may fail.
+
+        Raises:
+          AssertionError: a process failed or did not end; with all logs.
+        """
+        end = time.monotonic() + timeout_s
+        codes: list[int | None] = [None] * len(self.processes)
+        while None in codes and time.monotonic() < end:
+            codes = [process.poll() for process in self.processes]
+            bad = [p for p, code in enumerate(codes) if code and p not in killed]
+            if bad:
+                # The others' own words about it come within a moment.
+                end = min(end, time.monotonic() + 5.0)
+            time.sleep(0.02)
+        failed = [p for p, code in enumerate(codes) if code != 0 and p not in killed]
+        assert not failed, f"exit codes {codes} (None: still ran)\n{self.text()}"
+        return self.output()
+
+    def wait_for(self, process: int, text: str, timeout_s: float = 120.0) -> None:
+        """Waits until a process has written `text`."""
+        end = time.monotonic() + timeout_s
+        while text not in self.output()[process]:
+            assert time.monotonic() < end, f"no {text!r} came\n{self.text()}"
+            assert self.processes[process].poll() is None, self.text()
+            time.sleep(0.02)
+
+    def send(self, process: int, number: signal.Signals) -> None:
+        """Sends a signal to one process."""
+        self.processes[process].send_signal(number)
+
+    def output(self) -> list[str]:
+        """What each process has written so far."""
+        return [log.read_text(errors="replace") for log in self.logs]
+
+    def text(self) -> str:
+        """All logs, for messages."""
+        return "\n".join(
+            f"--- process {process}\n{text}"
+            for process, text in enumerate(self.output())
+        )

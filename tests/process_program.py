@@ -1,0 +1,448 @@
+"""What one process of several does in processes_test.py: one function a test.
+
+launch.py starts it; the arguments after the place are a function's name and its
+own. It prints what the test waits for, and ends with an error that it must not
+have got.
+"""
+
+import ctypes
+import gc
+import os
+import pathlib
+import random
+import signal
+import time
+import warnings
+
+import launch
+
+NAME, *ARGUMENTS = launch.join()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import bootstrap
+
+warnings.simplefilter("error")
+TOKENS, COLUMNS = 16, 24
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def mesh(axis="ep"):
+    return jax.make_mesh((jax.device_count(),), (axis,))
+
+
+def communicator(timeout_s=20.0, **options):
+    return jax_ep.Communicator(mesh(), "ep", timeout_s=timeout_s, **options)
+
+
+def put(comm, array):
+    sharding = NamedSharding(comm.mesh, P(comm.axis_name))
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
+
+
+def on_ranks(comm, body):
+    spec = P(comm.axis_name)
+    return jax.jit(jax.shard_map(body, mesh=comm.mesh, in_specs=spec, out_specs=spec))
+
+
+def inputs(comm, columns=COLUMNS):
+    """(ids, x): every token goes to two ranks, one of them the next."""
+    token = np.arange(comm.num_ranks * TOKENS)
+    rank = token // TOKENS
+    ids = np.stack([rank, (rank + 1 + token % 2) % comm.num_ranks], -1)
+    x = (token[:, None] * 5 + np.arange(columns) % 7).astype(np.float32)
+    return put(comm, ids.astype(np.int32)), put(comm, x)
+
+
+def there_and_back(comm):
+    """x -> 2 x, by way of two ranks."""
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    return on_ranks(comm, body)
+
+
+def assert_right(out, x):
+    for got, sent in zip(out.addressable_shards, x.addressable_shards):
+        destinations = 2 if out.shape[0] > TOKENS else 1
+        np.testing.assert_array_equal(got.data, destinations * np.asarray(sent.data))
+
+
+def fails(function, *words):
+    """Calls it; says the error, which must name all `words`; returns seconds."""
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(function())
+    except Exception as error:
+        seconds = time.monotonic() - start
+        say(f"FAILED after {seconds:.1f} s: {type(error).__name__}: {error}")
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"not in the error: {missing}"
+        return seconds
+    raise AssertionError(f"no error; it should have said {words}")
+
+
+def leave(*, together=False):
+    """Ends without JAX's farewell, which waits for processes that are gone.
+
+    JAX ends every process whose process 0 has left: `together` has it wait.
+    """
+    if together:
+        bootstrap.distributed_client().wait_at_barrier("leave", 20_000)
+        if jax.process_index() == 0:
+            time.sleep(0.5)
+    say("END")
+    os._exit(0)
+
+
+# Programs ---------------------------------------------------------------------
+
+
+def works():
+    with communicator() as comm:
+        ids, x = inputs(comm)
+        assert_right(there_and_back(comm)(ids, x), x)
+
+
+def killed_in_set_up():
+    if jax.process_index() == 1:
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert fails(lambda: communicator(3.0), "process 1", "waited 3.0 s") < 4.5
+    leave()
+
+
+def killed_between_calls():
+    comm = communicator(30.0)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    for _ in range(3):
+        assert_right(step(ids, x), x)
+    if jax.process_index() == 1:
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds = fails(lambda: step(ids, x), "process 1", "has ended", "jax_ep plan")
+    assert seconds < 10
+    # And at once from then on.
+    assert fails(lambda: step(ids, x), "process 1", "has ended") < 2
+    leave()
+
+
+def killed_inside_a_dispatch():
+    """A large one over tiny rings: the kill comes while rows are on their way."""
+    comm = communicator(30.0, num_channels=1, staging_bytes=1 << 16)
+    ids, x = inputs(comm, columns=1 << 16)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+
+        def again(_, x):
+            return jax_ep.dispatch(x, plan)[:TOKENS]
+
+        return lax.fori_loop(0, 100_000, again, x)
+
+    say("runs")
+    out = on_ranks(comm, body)(ids, x)
+    fails(lambda: out, "process 1", "has ended", "jax_ep dispatch")
+    leave()
+
+
+def stopped_for_a_while():
+    comm = communicator(20.0)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    say("runs")
+    start = time.monotonic()
+    while time.monotonic() - start < 6:
+        assert_right(step(ids, x), x)
+        # All stop after the same number of steps.
+        if stop_together(comm, time.monotonic() - start > 5):
+            break
+    comm.close()
+
+
+def stop_together(comm, mine):
+    values = np.full((comm.num_ranks,), mine, np.int32)
+    total = on_ranks(comm, lambda v: lax.psum(v, "ep"))(put(comm, values))
+    return bool(np.asarray(total.addressable_shards[0].data)[0])
+
+
+def stopped_for_good():
+    comm = communicator(3.0)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    say("runs")
+    if jax.process_index() == 1:
+        time.sleep(100)
+    time.sleep(1)
+    seconds = fails(
+        lambda: step(ids, x), "waited 3.0 s", "missing ranks: 2, 3 (process 1)"
+    )
+    assert 2.5 < seconds < 6
+    leave()
+
+
+def random_delays(steps):
+    """One process comes late to every step, by another time."""
+    comm = communicator()
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    delays = random.Random(0)
+    for number in range(int(steps)):
+        if jax.process_index() == number % jax.process_count():
+            time.sleep(delays.random() * 0.002)
+        out = step(ids, x)
+        if number % 10 == 0:
+            assert_right(out, x)
+    assert_right(step(ids, x), x)
+    comm.close()
+
+
+def other_operation():
+    """Rank 0 dispatches where the others combine."""
+    comm = communicator(3.0)
+    ids, x = inputs(comm)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(
+            ids, comm=comm, num_experts=comm.num_ranks, capacity=TOKENS
+        )
+        return lax.cond(
+            lax.axis_index("ep") < 2,
+            lambda x: jax_ep.dispatch(x, plan),
+            lambda x: jax_ep.combine(x, plan),
+            x,
+        )
+
+    there = "dispatch" if jax.process_index() else "combine"
+    missing = "0, 1 (process 0)" if jax.process_index() else "2, 3 (process 1)"
+    fails(
+        lambda: on_ranks(comm, body)(ids, x),
+        f"missing ranks: {missing}",
+        f"waiting in {there} (channel",
+    )
+    leave(together=True)
+
+
+def other_shapes():
+    """Processes whose programs differ in a size that no rank can see."""
+    comm = communicator(3.0)
+    ids, x = inputs(comm)
+    columns = 8 + jax.process_index()
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.dispatch(x[:, :columns], plan)
+
+    fails(
+        lambda: on_ranks(comm, body)(ids, x),
+        "missing ranks: ",
+        "of another run or program",
+    )
+    leave(together=True)
+
+
+def other_arguments(axis, staging_bytes):
+    other = jax.process_index() == 1
+    over = mesh(axis if other else "ep")
+    options = {"staging_bytes": int(staging_bytes)} if other else {}
+    fails(
+        lambda: jax_ep.Communicator(over, over.axis_names[0], timeout_s=20, **options),
+        "process 0",
+        "process 1",
+        "but",
+    )
+    leave(together=True)
+
+
+def never_comes():
+    if jax.process_index() == 1:
+        time.sleep(100)  # process 0 ends, and JAX ends this one
+    seconds = fails(lambda: communicator(3.0), "process 1 (ranks 2, 3)", "waited 3.0 s")
+    assert seconds < 5
+    leave()
+
+
+def closed_with_work_in_flight():
+    comm = communicator()
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    out = x
+    for _ in range(10):
+        out = step(ids, out)
+    comm.close()
+    comm.close()
+    assert comm.closed
+    np.testing.assert_array_equal(
+        out.addressable_shards[0].data, 1024 * np.asarray(x.addressable_shards[0].data)
+    )
+    # The executable holds on to what it needs.
+    assert_right(step(ids, x), x)
+    fails(lambda: there_and_back(comm)(ids, x), "the communicator is closed")
+
+
+def collected_with_a_live_program():
+    comm = communicator()
+    ids, x = inputs(comm)
+    step = there_and_back(comm).lower(ids, x).compile()
+    jax.clear_caches()
+    del comm
+    gc.collect()
+    assert_right(step(ids, x), x)
+
+
+def created_again_and_again(times):
+    """Memory, descriptors and threads are back where they were."""
+
+    def once():
+        with communicator() as comm:
+            ids, x = inputs(comm)
+            assert_right(there_and_back(comm)(ids, x), x)
+        del comm
+        jax.clear_caches()
+        gc.collect()
+
+    def held():
+        time.sleep(0.2)
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        ctypes.CDLL(None).malloc_trim(0)
+        status = dict(
+            line.split(":", 1)
+            for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+        )
+        return {
+            "files": len(os.listdir("/proc/self/fd")),
+            "shared": maps.count("memfd:jax_ep"),
+            "memory": int(status["VmRSS"].split()[0]) / 1024,
+        }
+
+    for _ in range(3):
+        once()
+    before = held()
+    for _ in range(int(times)):
+        once()
+    after = held()
+    say("HELD", before, after)
+    assert after["shared"] == 0
+    assert after["files"] <= before["files"] + 1
+    assert after["memory"] < before["memory"] + 40
+
+
+def forked():
+    comm = communicator()
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's own, about fork
+        child = os.fork()
+    if child == 0:
+        try:
+            from jax_ep import checks
+
+            checks.check_open(comm, "dispatch")
+        except RuntimeError as error:
+            say("CHILD", error)
+            comm.close()
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert_right(step(ids, x), x)
+    comm.close()
+
+
+def orphaned_sockets():
+    """A forked child does not hide that its parent was killed."""
+    comm = communicator(30.0)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    if jax.process_index() == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if os.fork() == 0:
+                time.sleep(15)
+                os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert fails(lambda: step(ids, x), "process 1", "has ended") < 10
+    leave()
+
+
+def many_at_once(count):
+    """Independent operations, which every process runs in an order of its own."""
+    comm = communicator(60.0, num_channels=2, staging_bytes=1 << 15)
+    ids, x = inputs(comm)
+    count = int(count)
+
+    @jax.jit
+    def twice(ids, x):  # lowered once: its call sites share channels
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    def body(ids, x):
+        parts = [twice(ids, x + float(n)) for n in range(count)]
+        return jnp.stack(parts, axis=1)
+
+    step = on_ranks(comm, body)
+    for _ in range(3):
+        out = step(ids, x)
+        for got, sent in zip(out.addressable_shards, x.addressable_shards):
+            for n in range(count):
+                want = 2 * (np.asarray(sent.data) + np.float32(n))
+                np.testing.assert_array_equal(np.asarray(got.data)[:, n], want)
+    comm.close()
+
+
+def two_axes():
+    """("data", "ep"): groups inside a process, and groups across all of them."""
+    devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
+    for layout in (devices, devices.T):
+        over = jax.sharding.Mesh(layout, ("data", "ep"))
+        with jax_ep.Communicator(over, "ep", timeout_s=20) as comm:
+            ranks = comm.num_ranks
+            token = np.arange(layout.size * TOKENS)
+            x = np.stack([token, token * 3 + 1], -1).astype(np.float32)
+            ids = (token % ranks)[:, None].astype(np.int32)
+            spec = P(("data", "ep"))
+
+            def body(ids, x, comm=comm):
+                plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+                return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+            sharding = NamedSharding(over, spec)
+            args = [
+                jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i])
+                for a in (ids, x)
+            ]
+            out = jax.jit(
+                jax.shard_map(body, mesh=over, in_specs=spec, out_specs=spec)
+            )(*args)
+            for got, sent in zip(out.addressable_shards, args[1].addressable_shards):
+                np.testing.assert_array_equal(got.data, sent.data)
+            about = comm.describe()
+            paths = np.array(about["groups"][0]["paths"])
+            inside = layout is devices
+            assert (paths == "in-process").all() == inside, paths
+            assert paths[0, 0] == "in-process"
+            assert about["memory_bytes"] > 0
+            say(comm)
+
+
+if __name__ == "__main__":
+    globals()[NAME](*ARGUMENTS)
+    say("END")

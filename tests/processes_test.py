@@ -1,0 +1,198 @@
+"""Several processes on one host: operations, faults and lifetime, with real
+processes that are killed, stopped, delayed and misused.
+"""
+
+import csv
+import re
+import signal
+import time
+
+import launch
+import pytest
+from processes import run_script
+
+# JAX's own messages to stderr are not ours to judge; errors are.
+pytestmark = pytest.mark.timeout(600)
+OPERATIONS = (
+    "tests/plan_test.py",
+    "tests/dispatch_test.py",
+    "tests/combine_test.py",
+    "tests/faults_test.py",
+)
+REPEATED = ("tests/repetition_test.py",)
+
+
+def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options):
+    """Runs one function of process_program.py; returns the logs."""
+    with launch.Job(
+        "process_program.py",
+        processes,
+        tmp_path,
+        arguments=(name, *map(str, arguments)),
+        **options,
+    ) as job:
+        if act is not None:
+            act(job)
+        logs = job.wait(killed=killed)
+    for process, log in enumerate(logs):
+        assert process in killed or log.endswith("END\n"), log
+    return logs
+
+
+# The tests of one process's operations again, over several ---------------------
+
+
+@pytest.mark.parametrize("staging", ["", "--tiny-staging"], ids=["default", "tiny"])
+@pytest.mark.parametrize(
+    ("processes", "devices", "files"),
+    [
+        pytest.param(2, 2, OPERATIONS + REPEATED, id="2x2"),
+        pytest.param(4, 2, OPERATIONS, id="4x2", marks=pytest.mark.slow),
+        pytest.param(4, 1, OPERATIONS[:1] + REPEATED, id="4x1"),
+    ],
+)
+def test_operations_between_processes(processes, devices, files, staging, tmp_path):
+    arguments = ["-q", "--timeout=120", "-x", *files, *filter(None, [staging])]
+    with launch.Job(
+        "process_suite.py", processes, tmp_path, devices=devices, arguments=arguments
+    ) as job:
+        logs = job.wait(560)
+    counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]
+    assert len(set(counts)) == 1
+    assert int(counts[0]) > 30
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_groups_inside_and_across_processes(processes, tmp_path):
+    run("two_axes", tmp_path, processes=processes)
+
+
+def test_independent_operations_in_any_order(tmp_path):
+    """Every process runs them in an order of its own; rings are tiny."""
+    run("many_at_once", tmp_path, 48)
+
+
+def test_one_process_comes_late_to_every_step(tmp_path):
+    run("random_delays", tmp_path, 1000)
+
+
+# Faults ------------------------------------------------------------------------
+
+
+def test_killed_in_set_up(tmp_path):
+    (log, _) = run("killed_in_set_up", tmp_path, killed=[1])
+    assert (
+        "process 0 (ranks 0, 1) waited 3.0 s for process 1 (ranks 2, 3), which did "
+        "not come" in log
+    )
+
+
+def test_never_comes_to_set_up(tmp_path):
+    run("never_comes", tmp_path, killed=[1])
+
+
+def test_killed_between_calls(tmp_path):
+    (log, _) = run("killed_between_calls", tmp_path, killed=[1])
+    assert (
+        "jax_ep plan (channel 2): rank 0 lost ranks 2, 3 (process 1): that process "
+        "has ended" in log
+    )
+
+
+def test_killed_inside_a_dispatch(tmp_path):
+    def kill(job):
+        job.wait_for(0, "runs")
+        job.wait_for(1, "runs")
+        time.sleep(2)
+        job.send(1, signal.SIGKILL)
+
+    run("killed_inside_a_dispatch", tmp_path, killed=[1], act=kill)
+
+
+def test_its_forked_child_does_not_hide_a_killed_process(tmp_path):
+    run("orphaned_sockets", tmp_path, killed=[1])
+
+
+def test_stopped_for_less_than_the_timeout(tmp_path):
+    def stop(job):
+        job.wait_for(1, "runs")
+        for _ in range(3):
+            job.send(1, signal.SIGSTOP)
+            time.sleep(1)
+            job.send(1, signal.SIGCONT)
+            time.sleep(0.2)
+
+    run("stopped_for_a_while", tmp_path, act=stop)
+
+
+def test_stopped_for_more_than_the_timeout(tmp_path):
+    run("stopped_for_good", tmp_path, killed=[1])
+
+
+def test_another_operation_on_some_ranks(tmp_path):
+    logs = run("other_operation", tmp_path)
+    assert "jax_ep dispatch (channel" in logs[0]
+    assert "jax_ep combine (channel" in logs[1]
+
+
+def test_another_program_in_one_process(tmp_path):
+    run("other_shapes", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("axis", "staging_bytes", "shown"),
+    [
+        ("data", 16 << 20, ("axis_name = 'ep'", "axis_name = 'data'")),
+        ("ep", 1 << 20, ("staging_bytes = 16777216", "staging_bytes = 1048576")),
+    ],
+)
+def test_other_arguments(axis, staging_bytes, shown, tmp_path):
+    for log in run("other_arguments", tmp_path, axis, staging_bytes):
+        assert "jax_ep.Communicator: processes must agree; process 0" in log
+        assert all(text in log for text in shown)
+
+
+# Lifetime ----------------------------------------------------------------------
+
+
+def test_closed_with_work_in_flight(tmp_path):
+    run("closed_with_work_in_flight", tmp_path)
+
+
+def test_collected_while_a_program_lives(tmp_path):
+    run("collected_with_a_live_program", tmp_path)
+
+
+def test_created_20_times(tmp_path):
+    run("created_again_and_again", tmp_path, 20)
+
+
+def test_fork_after_set_up(tmp_path):
+    logs = run("forked", tmp_path)
+    for log in logs:
+        assert "CHILD jax_ep.dispatch: the communicator was set up before" in log
+
+
+# The example -------------------------------------------------------------------
+
+
+def test_example_has_the_losses_of_one_process(tmp_path):
+    """Same batches, same model, same groups: 2 processes, and 1."""
+    losses = []
+    for program, *arguments in (
+        ("multi_process.py", "--processes=2", "--batch=8"),
+        ("train_moe_lm.py", "--batch=8"),
+    ):
+        out = tmp_path / program
+        done = run_script(
+            str(launch.HERE.parent / "examples" / program),
+            *arguments,
+            "--steps=3",
+            f"--out={out}",
+            timeout=400,
+            NPROC="16",
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        with (out / "loss.csv").open(newline="") as file:
+            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
