@@ -155,7 +155,7 @@ def layer_inputs(experts, hidden, tokens, inner):
     }
 
 
-def parallel(comm, a, route, experts):
+def parallel(comm, a, route, experts, alignment):
     """Output, and gradients of x, the router and the experts, rank by rank."""
 
     def body(comm, a):
@@ -167,7 +167,13 @@ def parallel(comm, a, route, experts):
                 return lax.ragged_dot(inner, w_out, sizes)
 
             return jax_ep.moe(
-                x, idx, weights, mlp, comm=comm, num_experts=experts, expert_alignment=8
+                x,
+                idx,
+                weights,
+                mlp,
+                comm=comm,
+                num_experts=experts,
+                expert_alignment=alignment,
             )
 
         args = a["x"], a["router"], a["w_in"], a["w_out"]
@@ -202,10 +208,10 @@ def dense(a, route):
     return out, pull(gy)
 
 
-def assert_model(experts, top_k, hidden, name, tokens, inner):
+def assert_model(experts, top_k, hidden, name, tokens, inner, alignment=8):
     a = layer_inputs(experts, hidden, tokens, inner)
     route = router(name, top_k)
-    found = parallel(harness.communicator(NATIVE, RANKS), a, route, experts)
+    found = parallel(harness.communicator(NATIVE, RANKS), a, route, experts, alignment)
     out, (dx, drouter, dw_in, dw_out) = jax.tree.map(np.asarray, dense(a, route))
     got_out, (got_dx, got_drouter, got_in, got_w_out) = found
     for what, got, right in (
@@ -230,5 +236,6 @@ def test_published_models(model, experts, top_k, hidden, name):
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize(("model", "experts", "top_k", "hidden", "name"), MODELS)
 def test_published_models_at_full_size(model, experts, top_k, hidden, name):
-    """The whole hidden size; experts narrow, so that all fit beside the oracle."""
-    assert_model(experts, top_k, hidden, name, tokens=64, inner=16)
+    """The whole hidden size; few tokens, narrow experts and no pads, because
+    ragged_dot may keep S rows for each of the experts."""
+    assert_model(experts, top_k, hidden, name, tokens=16, inner=16, alignment=1)
