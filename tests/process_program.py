@@ -14,12 +14,9 @@ import signal
 import time
 import warnings
 
-import launch
-
-NAME, *ARGUMENTS = launch.join()
-
 import jax
 import jax.numpy as jnp
+import launch
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
@@ -444,5 +441,6 @@ def two_axes():
 
 
 if __name__ == "__main__":
-    globals()[NAME](*ARGUMENTS)
+    name, *rest = launch.join()
+    globals()[name](*rest)
     say("END")
