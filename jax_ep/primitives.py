@@ -82,9 +82,7 @@ def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
     routing = (plan._routes, plan.num_recv, plan.recv_src)
-    axes = functools.reduce(
-        frozenset.union, map(varying, routing), frozenset({plan.comm.axis_name})
-    )
+    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
     routing = tuple(make_varying(a, axes) for a in routing)
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
@@ -165,7 +163,7 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
     Ranks come from devices; with another order they would not be the positions
     along the axis that the program sees.
     """
-    mesh = ctx.module_context.axis_context.mesh
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ValueError(
             "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
