@@ -137,19 +137,27 @@ def test_sum_in_the_middle_may_exceed_the_dtype(backend):
         assert found[0, 0].tolist() == [np.float16(6e4), np.float16(-6e4)]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "big", "small"),
+    [
+        ("bfloat16", 2.0**24, 1.0),
+        ("float16", 2.0**15, 2.0**-9),
+        ("float32", 2.0**24, 1.0),
+    ],
+)
 @harness.on_each_backend
-def test_order_of_the_sum_is_the_order_of_the_ranks(backend):
+def test_sums_are_float32_in_the_order_of_the_ranks(backend, dtype, big, small):
+    """big + small is big in float32: another order or a wider sum shows."""
     ranks = min(4, harness.most_ranks())
     ids = np.full((ranks, 1, 4), -1, np.int32)
     # The order of a token's choices does not matter.
     ids[-1, 0, :ranks] = np.arange(ranks)[::-1]
-    terms = np.array([2.0**24, 1.0, 1.0, -(2.0**24)], np.float32)[:ranks]
-    y = terms.reshape(ranks, 1, 1)
-    found, _ = _combine(backend, ids, ranks, y, 1)
-    in_order = np.float32(0)
-    for term in terms:
-        in_order = np.float32(in_order + term)
-    assert found[-1, 0, 0] == in_order
+    columns = [[big, small, small, -big], [small, small, big, -big]]
+    y = np.array(columns, jnp.dtype(dtype)).T[:ranks, None]
+    found, right = _combine(backend, ids, ranks, y, 1)
+    payloads.assert_same_rows(found, right.combine(y), dtype)
+    if ranks == 4:
+        assert found[-1, 0].tolist() == [0.0, 2 * small]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
