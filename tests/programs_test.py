@@ -80,17 +80,13 @@ class TestMeshes:
     @harness.on_each_backend
     def test_two_meshes_in_one_program(self, backend):
         """A flat mesh and a grid over the same devices, in one jit."""
-        ranks = DEVICES
-        if ranks < 2:
-            pytest.skip(f"needs 2 devices; this machine has {ranks}")
+        ranks = max(2, 2 * (DEVICES // 2))
         flat = layers.mesh({"ep": ranks})
-        grid = layers.mesh({"data": ranks // 2, "ep": 2}, devices=jax.devices())
+        grid = layers.mesh({"data": ranks // 2, "ep": 2})
         flat_comm = layers.communicator(flat, "ep", backend)
         grid_comm = layers.communicator(grid, "ep", backend)
         f = on(flat, lambda x, i: round_trip(x, i, flat_comm))
         g = on(grid, lambda x, i: round_trip(x, i, grid_comm), P(("data", "ep")))
-        if grid.size < flat.size:
-            pytest.skip(f"needs an even number of devices; found {ranks}")
 
         @jax.jit
         def both(x, flat_idx, grid_idx):
@@ -115,7 +111,7 @@ class TestMeshes:
     @harness.on_each_backend
     def test_two_communicators_on_one_mesh(self, backend):
         """Two communicators, also along two axes of one mesh, in one body."""
-        mesh = layers.mesh({"a": 2, "ep": DEVICES // 2})
+        mesh = layers.mesh({"a": 2, "ep": max(1, DEVICES // 2)})
         ranks = mesh.shape
         comms = {axis: layers.communicator(mesh, axis, backend) for axis in ranks}
         again = jax_ep.Communicator(mesh, "ep", backend=backend)
@@ -126,7 +122,7 @@ class TestMeshes:
             return along_a, along_ep, round_trip(along_a, idx_ep, again)
 
         spec = P(("a", "ep"))
-        x = numbers(0, DEVICES * TOKENS, HIDDEN)
+        x = numbers(0, mesh.size * TOKENS, HIDDEN)
         idx_a = routing(1, 2, ranks["ep"] * TOKENS)
         idx_ep = routing(2, ranks["ep"], 2 * TOKENS)
 
@@ -207,7 +203,7 @@ class TestMeshes:
     @harness.on_each_backend
     def test_replicated_over_groups(self, backend):
         """Groups that share their data; its gradient is the sum over groups."""
-        mesh = layers.mesh({"data": 2, "ep": DEVICES // 2})
+        mesh = layers.mesh({"data": 2, "ep": max(1, DEVICES // 2)})
         comm = layers.communicator(mesh, "ep", backend)
         ranks = comm.num_ranks
         x = numbers(0, ranks * TOKENS, HIDDEN)
@@ -231,7 +227,7 @@ class TestMeshes:
     @harness.on_each_backend
     def test_manual_axis_by_axis(self, backend):
         """shard_map in shard_map, and vmap over the groups by spmd_axis_name."""
-        mesh = layers.mesh({"data": 2, "ep": DEVICES // 2})
+        mesh = layers.mesh({"data": 2, "ep": max(1, DEVICES // 2)})
         comm = layers.communicator(mesh, "ep", backend)
         ranks = comm.num_ranks
         layer = functools.partial(round_trip, comm=comm)
