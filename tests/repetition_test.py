@@ -109,7 +109,8 @@ def _mixed_routings(ranks, experts, count):
 
 @harness.on_each_backend
 def test_300_runs_of_changing_routing_with_late_ranks(backend):
-    ranks = harness.most_ranks()
+    # Over 8 virtual devices plain JAX takes several times as long as "cpu" does.
+    ranks = min(8 if backend != "xla" else 4, harness.most_ranks())
     experts = 2 * ranks + 1
     routings = _mixed_routings(ranks, experts, 300)
     capacity = ranks * TOKENS
