@@ -145,6 +145,11 @@ def unseen(x):
     return jnp.copy(x)
 
 
+def fresh(x, sharding):
+    """x in memory of its own, to be donated."""
+    return jax.device_put(x, sharding, may_alias=False)
+
+
 class TestPlan:
     """A plan is data: it leaves a program, waits anywhere and comes back."""
 
@@ -209,7 +214,7 @@ class TestPlan:
             return use(x, twins.scale, plan), plan
 
         put = NamedSharding(twins.mesh, P("ep"))
-        x, plan = jax.device_put(twins.x, put), make(twins.topk_idx)
+        x, plan = fresh(twins.x, put), make(twins.topk_idx)
         expected = twins.x
         for _ in range(3):
             before = x, plan
@@ -234,7 +239,7 @@ class TestBuffer:
             plan = twins.plan(topk_idx)
             return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
 
-        x = jax.device_put(twins.x, put)
+        x = fresh(twins.x, put)
         times = matrix(twins.topk_idx).sum(axis=0) ** np.arange(4)[:, None]
         for step in range(1, 4):
             before, x = x, round_trip(x, topk_idx)
@@ -258,7 +263,7 @@ class TestBuffer:
             return jax.jit(twins.sharded(body), donate_argnums=0)
 
         up, down = donating(jax_ep.dispatch), donating(jax_ep.combine)
-        x = jax.device_put(twins.x, put)
+        x = fresh(twins.x, put)
         rows = up(x, twins.topk_idx)
         np.testing.assert_array_equal(unseen(rows), m @ twins.x)
         tokens = down(rows, twins.topk_idx)
