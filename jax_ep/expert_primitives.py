@@ -28,10 +28,12 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_ep import native, xla_backend
 from jax_ep.primitive_rules import (
-    MAX_LEAVES,
     SUMMABLE,
+    bind_rows,
     define,
     each_element,
+    ffi_call,
+    has_elements,
     make_varying,
     varying,
     zero_tangent,
@@ -99,36 +101,26 @@ def _wide(dtype: Any) -> np.dtype:
 
 
 def _bind_leaves(primitive, leaves, plan, rows, weights) -> list[jax.Array]:
-    # Rows of no elements stay at home, as in dispatch.
-    outputs = [
-        leaf
-        if math.prod(leaf.shape[1:])
-        else jnp.zeros_like(leaf, shape=(rows, *leaf.shape[1:]))
-        for leaf in leaves
-    ]
-    moving = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:])]
-    if not moving:
-        return outputs
-    routing = expert_rows(plan)
+    moving = [leaf for leaf in leaves if has_elements(leaf)]
+    routing = expert_rows(plan) if moving else ()
     axes = frozenset().union(*map(varying, routing))
     if weights is not None:
         # The gradient of the weights varies as all of the leaves do.
-        axes |= varying(weights).union(*(varying(leaves[i]) for i in moving))
+        axes |= varying(weights).union(*map(varying, moving))
         weights = make_varying(weights, axes)
     routing = tuple(make_varying(a, axes) for a in routing)
-    for start in range(0, len(moving), MAX_LEAVES):
-        batch = moving[start : start + MAX_LEAVES]
-        moved = _bind(
+    return bind_rows(
+        leaves,
+        rows,
+        lambda batch: _bind(
             primitive,
             routing,
             weights,
-            [make_varying(leaves[i], axes | varying(leaves[i])) for i in batch],
+            [make_varying(leaf, axes | varying(leaf)) for leaf in batch],
             backend=plan.comm.backend,
             expert_capacity=plan.expert_capacity,
-        )
-        for i, output in zip(batch, moved, strict=True):
-            outputs[i] = output
-    return outputs
+        ),
+    )
 
 
 def _bind(primitive, routing, weights, leaves, **params) -> list[Any]:
@@ -177,21 +169,6 @@ def _row_dots_abstract_eval(places, ranges, *leaves, **_):
 # Lowering --------------------------------------------------------------------
 
 
-def _ffi_call(ctx, target, backend, operands, avals_in, avals_out, **attributes):
-    platforms = set(ctx.module_context.platforms)
-    if not platforms <= native.PLATFORMS:
-        raise RuntimeError(
-            f"jax_ep: backend {backend!r} runs on {sorted(native.PLATFORMS)}, "
-            f"found a program for {sorted(platforms)}; use backend='xla' there"
-        )
-    rule = jax.ffi.ffi_lowering(target)
-    return rule(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out),
-        *operands,
-        **{name: np.int64(value) for name, value in attributes.items()},
-    )
-
-
 def _lower_plain(ctx, function, operands):
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
@@ -210,7 +187,7 @@ def _expert_rows_lowering(ctx, recv_topk_idx, *, backend, **sizes):
         ),
         np.dtype(np.int32),
     )
-    results = _ffi_call(
+    results = ffi_call(
         ctx,
         "jax_ep_expert_rows",
         backend,
@@ -232,7 +209,7 @@ def _permute_lowering(ctx, *operands, backend, weighted, expert_capacity):
             )
 
         return _lower_plain(ctx, plain, operands)
-    return _ffi_call(
+    return ffi_call(
         ctx, "jax_ep_permute", backend, operands, ctx.avals_in, ctx.avals_out
     )
 
@@ -264,7 +241,7 @@ def _without_ranges(ctx, target, backend, operands):
     """Calls a target that reads every place that has a row, and no other."""
     operands = [operands[0], *operands[_NUM_ROUTING:]]
     avals = [ctx.avals_in[0], *ctx.avals_in[_NUM_ROUTING:]]
-    return _ffi_call(ctx, target, backend, operands, avals, ctx.avals_out)
+    return ffi_call(ctx, target, backend, operands, avals, ctx.avals_out)
 
 
 # Differentiation -------------------------------------------------------------

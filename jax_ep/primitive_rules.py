@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+
+from jax_ep import native
 
 # Leaves that one launch carries: kMaxLeaves in cc/layout.h.
 MAX_LEAVES = 16
@@ -37,6 +42,60 @@ def make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     if not missing or not varying(lax.axis_index(missing)):
         return x
     return lax.pcast(x, missing, to="varying")
+
+
+def has_elements(leaf: jax.Array) -> bool:
+    """Whether a row of this leaf holds anything."""
+    return math.prod(leaf.shape[1:]) > 0
+
+
+def bind_rows(
+    leaves: Sequence[jax.Array],
+    num_rows: int,
+    bind: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+) -> list[jax.Array]:
+    """What `bind` makes of all leaves, [num_rows, ...] each, MAX_LEAVES at a time.
+
+    Rows of no elements stay at home: XLA's GPU compiler does not survive an
+    empty result beside others.
+    """
+    results = [
+        leaf
+        if has_elements(leaf)
+        else jnp.zeros_like(leaf, shape=(num_rows, *leaf.shape[1:]))
+        for leaf in leaves
+    ]
+    moving = [i for i, leaf in enumerate(leaves) if has_elements(leaf)]
+    for start in range(0, len(moving), MAX_LEAVES):
+        batch = moving[start : start + MAX_LEAVES]
+        moved = bind([leaves[i] for i in batch])
+        for i, result in zip(batch, moved, strict=True):
+            results[i] = result
+    return results
+
+
+def ffi_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    backend: str,
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    **attributes: int,
+) -> Sequence[Any]:
+    """Emits a custom call; RuntimeError where `backend` has no code for it."""
+    platforms = set(ctx.module_context.platforms)
+    if not platforms <= native.PLATFORMS:
+        raise RuntimeError(
+            f"jax_ep: backend {backend!r} runs on {sorted(native.PLATFORMS)}, "
+            f"found a program for {sorted(platforms)}; use backend='xla' there"
+        )
+    rule = jax.ffi.ffi_lowering(target)
+    return rule(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        *operands,
+        **{name: np.int64(value) for name, value in attributes.items()},
+    )
 
 
 def define(name: str, abstract_eval, lowering, *, cacheable: bool) -> Primitive:

@@ -8,7 +8,6 @@ rows and each is the other's transpose; the routing operands are integers.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
 from jax_ep.primitive_rules import (
-    MAX_LEAVES,
     SUMMABLE,
+    bind_rows,
     define,
     each_element,
+    ffi_call,
     make_varying,
     varying,
     zero_tangent,
@@ -87,28 +87,17 @@ def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
     leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
-    # Rows of no elements stay at home: XLA's GPU compiler does not survive an
-    # empty result beside others.
-    rows = plan.capacity if primitive is dispatch_p else plan.num_tokens
-    outputs = [
-        leaf
-        if math.prod(leaf.shape[1:])
-        else jnp.zeros_like(leaf, shape=(rows, *leaf.shape[1:]))
-        for leaf in leaves
-    ]
-    moving = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:])]
-    for start in range(0, len(moving), MAX_LEAVES):
-        batch = moving[start : start + MAX_LEAVES]
-        moved = primitive.bind(
+    return bind_rows(
+        leaves,
+        plan.capacity if primitive is dispatch_p else plan.num_tokens,
+        lambda batch: primitive.bind(
             *routing,
-            *(leaves[i] for i in batch),
+            *batch,
             comm=plan.comm,
             num_tokens=plan.num_tokens,
             capacity=plan.capacity,
-        )
-        for i, output in zip(batch, moved, strict=True):
-            outputs[i] = output
-    return outputs
+        ),
+    )
 
 
 # Abstract evaluation ---------------------------------------------------------
@@ -191,24 +180,21 @@ def _ffi_call(
     comm: Communicator,
     **attributes: int,
 ) -> Sequence[Any]:
-    """Emits the custom call. HLO holds sizes and ids, equal on all processes."""
+    """A call of `comm`. HLO holds sizes and ids, equal on all processes."""
     _check_devices(ctx, comm)
-    platforms = set(ctx.module_context.platforms)
-    if not platforms <= native.PLATFORMS:
-        raise RuntimeError(
-            f"jax_ep: backend {comm.backend!r} runs on {sorted(native.PLATFORMS)}, "
-            f"found a program for {sorted(platforms)}; use backend='xla' there"
-        )
     if comm.backend == "cpu":
         # Sites that share a channel are counted from here on.
         native.host().begin_program()
-    rule = jax.ffi.ffi_lowering(target)
-    return rule(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out),
-        *operands,
-        comm=np.int64(comm.id),
-        channel=np.int64(ctx.module_context.new_channel()),
-        **{name: np.int64(value) for name, value in attributes.items()},
+    return ffi_call(
+        ctx,
+        target,
+        comm.backend,
+        operands,
+        avals_in,
+        avals_out,
+        comm=comm.id,
+        channel=ctx.module_context.new_channel(),
+        **attributes,
     )
 
 
