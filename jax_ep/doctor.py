@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,7 +147,8 @@ def check_gpus(report: Report) -> None:
     devices = [peer_memory._call(driver.cuDeviceGet, i) for i in range(count)]
     for ordinal, device in enumerate(devices):
         report.fact(f"GPU {ordinal}", _gpu(driver, device))
-    missing = list(_pairs_out_of_reach(driver, devices))
+    pairs = list(itertools.permutations(range(count), 2))
+    missing = list(peer_memory.pairs_out_of_reach(driver, pairs))
     for kind, pairs in missing:
         report.problem(
             f"no {kind} between GPUs {', '.join(map(str, pairs))}",
@@ -176,24 +177,6 @@ def _gpu(driver: Any, device: Any) -> str:
         + ("can" if exports else "cannot")
         + " be exported to other processes"
     )
-
-
-def _pairs_out_of_reach(driver: Any, devices: list[Any]) -> Iterator[tuple[str, list]]:
-    attribute = driver.CUdevice_P2PAttribute
-    for kind, name in (
-        ("peer access", "ACCESS_SUPPORTED"),
-        ("atomic operations", "NATIVE_ATOMIC_SUPPORTED"),
-    ):
-        wanted = getattr(attribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
-        pairs = [
-            (a, b)
-            for a, b in itertools.permutations(range(len(devices)), 2)
-            if not peer_memory._call(
-                driver.cuDeviceGetP2PAttribute, wanted, devices[a], devices[b]
-            )
-        ]
-        if pairs:
-            yield kind, pairs
 
 
 # Self-test ---------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,28 +23,41 @@ def why_not_cuda(groups: _Groups) -> str | None:
         driver = _driver()
     except (ImportError, RuntimeError) as error:
         return str(error)
-    # A plan adds to its peers' counters, which needs atomics over the link.
+    pairs = [(a.local_hardware_id, b.local_hardware_id) for a, b in _pairs(groups)]
+    for kind, missing in pairs_out_of_reach(driver, pairs):
+        return f"no {kind} between GPUs {', '.join(map(str, missing))}"
+    return None
+
+
+def pairs_out_of_reach(
+    driver: Any, pairs: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """What some pairs of GPUs lack, and those pairs; nothing where all is well.
+
+    Args:
+      driver: cuda.bindings.driver.
+      pairs: of ordinals; access is asked for from the first to the second.
+    """
     attribute = driver.CUdevice_P2PAttribute
-    for wanted, what in (
-        (attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, "peer access"),
+    for kind, wanted in (
+        ("peer access", attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED),
+        # A plan adds to its peers' counters, which needs atomics over the link.
         (
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
             "atomic operations",
+            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
         ),
     ):
         missing = [
-            f"({a.local_hardware_id}, {b.local_hardware_id})"
-            for a, b in _pairs(groups)
+            pair
+            for pair in pairs
             if not _call(
                 driver.cuDeviceGetP2PAttribute,
                 wanted,
-                _call(driver.cuDeviceGet, a.local_hardware_id),
-                _call(driver.cuDeviceGet, b.local_hardware_id),
+                *(_call(driver.cuDeviceGet, ordinal) for ordinal in pair),
             )
         ]
         if missing:
-            return f"no {what} between GPUs {', '.join(missing)}"
-    return None
+            yield kind, missing
 
 
 def set_up_cuda(
@@ -52,14 +65,11 @@ def set_up_cuda(
 ) -> Callable[[], Any]:
     """Sets up the CUDA backend; returns the function that releases it.
 
+    For groups of which `why_not_cuda` said nothing.
+
     Raises:
-      RuntimeError: peers cannot be reached, or the self-test failed.
+      RuntimeError: a call of the driver or the self-test failed.
     """
-    problem = why_not_cuda(groups)
-    if problem is not None:
-        raise RuntimeError(
-            f"jax_ep.Communicator: backend 'cuda' cannot work here: {problem}"
-        )
     module, driver = native.cuda(), _driver()
     contexts = {
         ordinal: _call(
