@@ -22,9 +22,18 @@ from baselines import baselines
 from inputs import Inputs
 from jax.sharding import Mesh
 from operations import Operation, jax_ep_operations
-from report import MEANING, OPERATION_COLUMNS, SWEEP_COLUMNS, Report, machine
+from options import parser as common_parser
+from options import positive
+from report import (
+    FAILURES,
+    MEANING,
+    OPERATION_COLUMNS,
+    SWEEP_COLUMNS,
+    Report,
+    machine,
+)
 from timing import AXIS, Budget, Chain, Stats
-from workloads import DTYPES, ROUTINGS, Workload, sweep, workload_a, workload_cpu
+from workloads import DTYPES, Workload, sweep, workload_a, workload_cpu
 
 import jax_ep
 
@@ -210,7 +219,7 @@ class Benchmark:
         """Makes what cannot run a line in the table, not the end of it."""
         try:
             yield
-        except _FAILURES as e:
+        except FAILURES as e:
             reason = " ".join(str(e).split())
             wrong = isinstance(e, AssertionError)
             what = "WRONG RESULT" if wrong else "did not run"
@@ -254,7 +263,6 @@ class Benchmark:
 
 
 # JAX raises most of what a backend cannot do as one of these.
-_FAILURES = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def _with_options(workload: Workload, options: argparse.Namespace) -> Workload:
@@ -273,38 +281,20 @@ def _with_options(workload: Workload, options: argparse.Namespace) -> Workload:
     )
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser(__doc__, quick="fewer repetitions, one SM count")
     add = parser.add_argument
-    add("--quick", action="store_true", help="fewer repetitions, one SM count")
     add("--sweep", action="store_true", help="vary T, H, K, routing and dtype")
-    add("--json", metavar="PATH", help="append one JSON line for each number")
-    add("--platform", choices=("auto", "gpu", "cpu"), default="auto")
-    add("--ranks", type=_positive, help="devices to use (default: all; 8 on a CPU)")
-    add("--T", type=_positive, help="tokens a rank")
-    add("--H", type=_positive, help="numbers in a row")
-    add("--K", type=_positive, help="experts a token chooses")
-    add("--E", type=_positive, help="experts")
     add("--dtype", choices=tuple(DTYPES))
-    add("--routing", choices=ROUTINGS)
     add(
         "--capacity",
-        type=lambda text: text if text in ("full", "fit") else _positive(text),
+        type=lambda text: text if text in ("full", "fit") else positive(text),
         help="rows of a receive buffer: full (R * T, the default), fit or a number",
     )
     add("--seed", type=int, help="of routing and rows")
     add(
         "--num-sms",
-        type=lambda text: [_positive(n) for n in text.split(",")],
+        type=lambda text: [positive(n) for n in text.split(",")],
         default=[24],
         metavar="N[,N...]",
         help="SMs that an operation of ours uses on a GPU (default: 24)",

@@ -26,15 +26,16 @@ from dispatch_combine import Stopwatch
 from inputs import Inputs
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from report import Report, machine
+from options import parser as common_parser
+from options import positive
+from report import FAILURES, Report, machine
 from timing import AXIS, Chain, Stats, fence, first, link
-from workloads import ROUTINGS, Workload, workload_a, workload_cpu
+from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
 from jax_ep import expert_primitives, xla_backend
 
 SECTIONS = ("local", "fp8", "layers")
-_FAILURES = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def main() -> int:
@@ -88,7 +89,7 @@ class Benchmark:
         """None, and a line that says why, where it cannot run."""
         try:
             return self.stopwatch.measure(make(), slow=not self.on_gpu)
-        except _FAILURES as e:
+        except FAILURES as e:
             reason = " ".join(str(e).split())
             self.report.say(f"{name} did not run: {reason[:300]}")
             self.report.record("failure", operation=name, why=reason)
@@ -586,29 +587,11 @@ def _layer_cpu(num_ranks: int) -> Workload:
     return Workload(128, 128, 4, 2 * num_ranks, num_ranks, dtype="bf16")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser(__doc__, quick="fewer repetitions")
     add = parser.add_argument
-    add("--quick", action="store_true", help="fewer repetitions")
-    add("--json", metavar="PATH", help="append one JSON line for each number")
-    add("--platform", choices=("auto", "gpu", "cpu"), default="auto")
-    add("--ranks", type=_positive, help="devices to use (default: all; 8 on a CPU)")
-    add("--T", type=_positive, help="tokens a rank")
-    add("--H", type=_positive, help="numbers in a row")
-    add("--K", type=_positive, help="experts a token chooses")
-    add("--E", type=_positive, help="experts")
-    add("--routing", choices=ROUTINGS)
-    add("--inner", type=_positive, help="an expert's inner width (layers)")
-    add("--alignment", type=_positive, default=1, help="expert_alignment")
+    add("--inner", type=positive, help="an expert's inner width (layers)")
+    add("--alignment", type=positive, default=1, help="expert_alignment")
     add("--capacity-factor", type=float, default=1.25, help="of the layers")
     add(
         "--pallas",

@@ -24,6 +24,10 @@ MEANING = (
     "the chain's link taken off."
 )
 
+# What a measurement may end in without ending the run: a wrong result, and what
+# XLA, JAX or jax_ep refuse.
+FAILURES = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
 
 class Report:
     """Prints rows as they come and appends each as one JSON line."""
