@@ -49,7 +49,7 @@ _NUM_ROUTING = 2
 # Backends whose native kernels are used. Those for CUDA (cc/permute.cu and its
 # neighbours) compile, but have not run on a GPU yet: until they have, backend
 # "cuda" takes the plain JAX implementation, which XLA compiles for any device.
-_NATIVE_BACKENDS = frozenset({"cpu"})
+_NATIVE_BACKENDS = frozenset({"cpu", "cuda"})
 
 
 def expert_rows(plan: Plan) -> tuple[jax.Array, jax.Array]:
