@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,24 @@ from operations import Operation
 from timing import AXIS, Chain, first, link
 from workloads import SUMMABLE, Workload
 
+RAGGED = "ragged_all_to_all"
+# Rows for one rank may be given in several pieces; XLA moves a piece at a time.
+_PIECES = 64
+_XLA_OPTIONS: dict[str, dict[str, Any]] = {
+    "no one-shot kernel": {
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel": False
+    },
+    "no NCCL barrier": {
+        "xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl": False
+    },
+    "device kernel": {
+        "xla_gpu_experimental_ragged_all_to_all_use_device_kernel": True,
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel": False,
+        "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+    },
+    "as a dense one": {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True},
+}
+
 
 def baselines(workload: Workload) -> dict[str, Callable[[Inputs], Operation]]:
     """Makers by name: each makes its inputs when its turn comes."""
@@ -22,8 +42,25 @@ def baselines(workload: Workload) -> dict[str, Callable[[Inputs], Operation]]:
         makers["psum_scatter"] = _psum_scatter
     makers["all_to_all, padded"] = _padded_all_to_all
     if workload.num_slots >= workload.num_ranks * workload.num_tokens:
-        makers["ragged_all_to_all"] = _ragged_all_to_all
+        makers["ragged_all_to_all"] = functools.partial(_ragged_all_to_all, pieces=1)
+        name = f"{RAGGED} in {_PIECES} pieces"
+        makers[name] = functools.partial(_ragged_all_to_all, pieces=_PIECES)
     return makers
+
+
+def with_xla_options() -> dict[str, Callable[[Inputs], Operation]]:
+    """ragged_all_to_all by the other ways that XLA's GPU backend has.
+
+    An XLA that lacks a flag says so. Some of these ways are experimental and may
+    end the process: they come after everything else.
+    """
+    return {
+        f"{RAGGED}, {name}": functools.partial(
+            _ragged_all_to_all, pieces=pieces, options=options
+        )
+        for name, options in _XLA_OPTIONS.items()
+        for pieces in (1, _PIECES)
+    }
 
 
 def _chain(name: str, move: Callable, rows: jax.Array) -> Chain:
@@ -116,8 +153,16 @@ def _padded_all_to_all(inputs: Inputs) -> Operation:
     return Operation("all_to_all, padded", chain, check, ("dispatch",))
 
 
-def _ragged_all_to_all(inputs: Inputs) -> Operation:
-    """Rows sorted by destination beforehand, outside what is timed."""
+def _ragged_all_to_all(
+    inputs: Inputs, pieces: int, options: dict[str, Any] | None = None
+) -> Operation:
+    """Rows sorted by destination beforehand, outside what is timed.
+
+    Args:
+      inputs: of the workload.
+      pieces: that the rows for each rank are cut into.
+      options: flags of XLA's.
+    """
     w = inputs.workload
     num_ranks = w.num_ranks
     starts = np.cumsum(w.counts, axis=1) - w.counts  # [source, destination]
@@ -131,9 +176,16 @@ def _ragged_all_to_all(inputs: Inputs) -> Operation:
         order[s, : packed.size] = packed
     pack = inputs.per_rank(lambda x, order: x[order])
     operand = pack(inputs.tokens, inputs.put(order.reshape(-1)))
+    edges = w.counts[..., None] * np.arange(pieces + 1) // pieces
+    begins, lengths = edges[..., :-1], np.diff(edges)  # [source, destination, piece]
     sizes = tuple(
         inputs.put(a.astype(np.int32).reshape(-1))
-        for a in (starts, w.counts, places, w.counts.T)
+        for a in (
+            starts[..., None] + begins,
+            lengths,
+            places[..., None] + begins,
+            lengths.swapaxes(0, 1),
+        )
     )
 
     def exchange(operand, output, sizes):
@@ -154,18 +206,20 @@ def _ragged_all_to_all(inputs: Inputs) -> Operation:
         return exchange(operand, output, sizes)
 
     chain = Chain(
-        "ragged_all_to_all",
+        RAGGED,
         (operand, inputs.rows, *sizes),
         start,
         move,
         relink,
         linked=operand,
         opaque=False,
+        compiler_options=options,
     )
+    check = check_rows(inputs, into_zeros, operand, *sizes)
     return Operation(
-        "ragged_all_to_all",
+        RAGGED,
         chain,
-        lambda: check_rows(inputs, into_zeros, operand, *sizes),
+        dataclasses.replace(check, compiler_options=options),
         ("dispatch",),
         slow=True,
     )

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -207,27 +207,50 @@ def memcpy(source_bytes: int, total_bytes: int, threads: int, reps: int) -> Timi
             at += size
         work.append(pieces)
 
-    # Small copies are repeated, or starting the threads would be what is timed.
-    rounds = max(1, _LEAST_BYTES // total_bytes)
-
     def copy(pieces: list[tuple[int, int, int]]) -> None:
-        for _ in range(rounds):
-            for to, of, size in pieces:
-                libc.memcpy(to, of, size)
+        for to, of, size in pieces:
+            libc.memcpy(to, of, size)
 
-    times = []
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(reps + 1):
-            start = time.perf_counter()
-            list(pool.map(copy, work))
-            times.append((time.perf_counter() - start) * 1e6 / rounds)
+    timing = _threaded(copy, work, total_bytes, reps)
     if not np.array_equal(target[: source.size], source[: target.size]):
         raise CeilingError("memcpy: the copy is wrong")
+    return timing
+
+
+def memset(total_bytes: int, threads: int, reps: int) -> Timing:
+    """Zeroes total_bytes."""
+    libc = ctypes.CDLL(None)
+    libc.memset.restype = ctypes.c_void_p
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    target = np.ones(total_bytes, np.uint8)
+    edges = np.linspace(0, total_bytes, threads + 1).astype(np.int64)
+
+    def fill(part: tuple[int, int]) -> None:
+        libc.memset(target.ctypes.data + part[0], 0, part[1] - part[0])
+
+    return _threaded(fill, list(itertools.pairwise(edges.tolist())), total_bytes, reps)
+
+
+def _threaded(work: Callable, parts: Sequence, total_bytes: int, reps: int) -> Timing:
+    """Times work(part) for all parts at once, each on a thread of its own."""
+    # Small ones are repeated, or starting the threads would be what is timed.
+    rounds = max(1, _LEAST_BYTES // total_bytes)
+
+    def repeat(part) -> None:
+        for _ in range(rounds):
+            work(part)
+
+    times = []
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        for _ in range(reps + 1):
+            start = time.perf_counter()
+            list(pool.map(repeat, parts))
+            times.append((time.perf_counter() - start) * 1e6 / rounds)
     kept = np.array(times[1:])
     return Timing(
         median=float(np.median(kept)),
         p95=float(np.percentile(kept, 95)),
         best=float(kept.min()),
         reps=reps,
-        variant=threads,
+        variant=len(parts),
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch_combine.py                 # GPUs, else CPU
     python benchmarks/dispatch_combine.py --quick         # under a minute
-    python benchmarks/dispatch_combine.py --sweep --json out/sweep.jsonl
+    python benchmarks/dispatch_combine.py --sweep --quick --json out/sweep.jsonl
 
 README.md in this folder says how it measures and how to read the table.
 """
@@ -10,17 +10,14 @@ README.md in this folder says how it measures and how to read the table.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import limits
-import timing
 from baselines import baselines
 from inputs import Inputs
-from jax.sharding import Mesh
 from operations import Operation, jax_ep_operations
 from options import parser as common_parser
 from options import positive
@@ -32,7 +29,8 @@ from report import (
     Report,
     machine,
 )
-from timing import AXIS, Budget, Chain, Stats
+from session import Session
+from stopwatch import Stopwatch
 from workloads import DTYPES, Workload, sweep, workload_a, workload_cpu
 
 import jax_ep
@@ -52,70 +50,20 @@ def main() -> int:
     return Benchmark(options, devices[:ranks]).run()
 
 
-class Stopwatch:
-    """Measures chains and knows what their links cost."""
-
-    def __init__(self, mesh: Mesh, on_gpu: bool, quick: bool):
-        self._mesh = mesh
-        self._on_gpu = on_gpu
-        self._seconds = 0.5 if quick else 3.0
-        self._few = 2 if quick else 5
-        # (Seconds of an empty chain, microseconds of a link) by what is linked.
-        self._costs: dict[str | None, tuple[float, float]] = {}
-
-    def measure(self, chain: Chain, slow: bool) -> Stats:
-        """One repetition, its link taken off."""
-        base_s, link_us = self._cost(chain)
-        delay = self._on_gpu and not slow
-        budget = self._budget(slow)
-        stats = timing.measure(
-            self._mesh, chain, budget, delay=delay, base_s=base_s * delay
-        )
-        return stats.less(link_us)
-
-    def _budget(self, slow: bool) -> Budget:
-        if slow:
-            return Budget(self._seconds, 0.0, min_extra=2, min_reps=self._few, short=1)
-        if self._on_gpu:
-            return Budget(self._seconds, 4e-3, min_extra=8, min_reps=10)
-        return Budget(self._seconds, 0.05, min_extra=4, min_reps=5, short=2)
-
-    def _cost(self, chain: Chain) -> tuple[float, float]:
-        target = chain.linked
-        if target is None:
-            return self._costs.get(None, (0.0, 0.0))
-        # One element written in place: the array's size does not matter.
-        key = target.dtype.kind
-        if key not in self._costs:
-            links = timing.link_chain(self._mesh, target)
-            base_s = timing.base_seconds(self._mesh, links, self._on_gpu)
-            budget = Budget(0.3, 1e-3, min_extra=16, min_reps=10, short=8)
-            stats = timing.measure(
-                self._mesh, links, budget, delay=self._on_gpu, base_s=base_s
-            )
-            self._costs[key] = base_s, max(stats.median / 2, 0.0)
-            # Good enough to choose the lengths of a chain without links.
-            self._costs[None] = base_s, 0.0
-        return self._costs[key]
-
-
-class Benchmark:
-    """One run: ceilings, then the table or the sweep."""
+class Benchmark(Session):
+    """One run: the sections that were asked for."""
 
     def __init__(self, options: argparse.Namespace, devices: list[jax.Device]):
+        on_gpu = devices[0].platform == "gpu"
+        make = workload_a if on_gpu else workload_cpu
+        super().__init__(
+            devices,
+            _with_options(make(len(devices)), options),
+            Report(options.json),
+            options.num_sms if on_gpu else [None],
+            options.quick,
+        )
         self.options = options
-        self.devices = devices
-        self.mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
-        self.on_gpu = devices[0].platform == "gpu"
-        self.native = "cuda" if self.on_gpu else "cpu"
-        self.report = Report(options.json)
-        make = workload_a if self.on_gpu else workload_cpu
-        self.workload = _with_options(make(len(devices)), options)
-        self.num_sms: list[int | None] = options.num_sms if self.on_gpu else [None]
-        quick = options.quick or options.sweep
-        self.stopwatch = Stopwatch(self.mesh, self.on_gpu, quick)
-        self.limits = limits.Limits()
-        self.failed = False
 
     def run(self) -> int:
         """Everything; the exit status is 1 if an operation of ours failed."""
@@ -134,110 +82,133 @@ class Benchmark:
         busy, cores = record["load_average"], os.cpu_count() or 1
         if not self.on_gpu and busy > 0.5 * cores:
             say(f"NOTE: load average {busy:.1f} on {cores} cores: others run here too")
-        self.limits = self._limits()
-        if self.options.sweep:
-            self._sweep()
-        else:
-            self._table()
+        sections = {
+            "table": self._table,
+            "sweep": self._sweep,
+        }
+        for name, section in sections.items():
+            if name in self.options.sections:
+                section()
         return int(self.failed)
-
-    def _limits(self) -> limits.Limits:
-        w, quick = self.workload, self.options.quick
-        if not self.on_gpu:
-            return limits.measure_cpu(self.report, self.mesh, w, quick)
-        counts = [n for n in self.num_sms if n]
-        return limits.measure_gpu(self.report, self.devices, w, counts, quick)
 
     def _table(self) -> None:
         """Ours on every backend, then what JAX offers."""
+        found = self.limits_of(self.workload)
         self.report.say()
         self.report.head(OPERATION_COLUMNS)
         inputs = Inputs(self.mesh, self.workload)
         for backend, num_sms in self._backends():
-            with self._communicator(backend, num_sms) as comm:
+            with self.communicator(backend, num_sms) as comm:
                 medians = {}
-                for op in self._operations(inputs, comm):
-                    with self._going_on(op.name, backend):
-                        stats = self._checked_and_timed(op, backend)
-                        medians[op.name] = stats.median
-                        self._row(op, backend, num_sms, stats)
+                wanted = self._operations(inputs, comm)
+                guess = self._guess(found, num_sms)
+                for op, stats in self.measured(wanted, backend, guess_us=guess):
+                    medians[op.name] = stats.median
+                    self._row(op.name, op, backend, num_sms, stats)
                 self._compare_pair(medians)
-        if self.options.no_baselines:
-            return
-        for name, make in baselines(self.workload).items():
-            if self._wanted(name):
-                with self._going_on(name, "jax"):
-                    op = make(inputs)
-                    self._row(op, "jax", None, self._checked_and_timed(op, "jax"))
+                if backend == self.native:
+                    self.remember(self.workload, num_sms, medians)
+        if not self.options.no_baselines:
+            self._others(inputs, baselines(self.workload))
+
+    def _others(self, inputs: Inputs, makers: Mapping[str, Callable]) -> None:
+        """What JAX offers, one after the other: each has inputs of its own."""
+        guess = self._guess(self.limits_of(self.workload), None)
+        for name, make in makers.items():
+            if not self._wanted(name):
+                continue
+            try:
+                op = make(inputs)
+            except FAILURES as e:
+                self.failure(name, "jax", e)
+                continue
+            for _, stats in self.measured([op], "jax", guess_us=guess):
+                self.others_us[name] = stats.median
+                self._row(name, op, "jax", None, stats)
 
     def _sweep(self) -> None:
         """plan, dispatch and combine with one size changed at a time."""
+        base = self.workload
+        if self.on_gpu and base.wire_bytes < limits.LEAST_BYTES:
+            base = dataclasses.replace(base, num_tokens=4096)
+        rates = self.limits_of(base)
         self.report.say(
             "\nfloor = max(latency floor, bytes / ceiling); the latency floor is "
-            f"{self.limits.latency_us:.1f} us. '!' marks a point below 0.6 of its "
-            "floor."
+            f"{rates.latency_us:.1f} us. '!' marks a point below 0.6 of its floor."
         )
         self.report.head(SWEEP_COLUMNS)
         backend, num_sms = next(self._backends())
-        with self._communicator(backend, num_sms) as comm:
+        stopwatch = Stopwatch(self.mesh, self.on_gpu, seconds=0.2, few=2, longest=68)
+        with self.communicator(backend, num_sms) as comm:
             for point in sweep(self.workload, self.on_gpu):
                 inputs = Inputs(self.mesh, point)
-                for op in self._operations(inputs, comm):
-                    if "+" in op.name:
-                        continue
-                    with self._going_on(f"{point} {op.name}", backend):
-                        stats = self._checked_and_timed(op, backend)
-                        floor_us = self._floor_us(point, op, num_sms)
-                        self.report.sweep_row(
-                            point, op.name, backend, num_sms, stats, op.moves, floor_us
-                        )
+                wanted = [op for op in self._operations(inputs, comm) if op.single]
+                floor_of = self._floors(rates, point, num_sms)
+                found = self.measured(
+                    wanted,
+                    backend,
+                    guess_us=lambda op, floor_of=floor_of: self._twice(floor_of(op)),
+                    stopwatch=stopwatch,
+                )
+                for op, stats in found:
+                    self.report.sweep_row(
+                        point, op.name, backend, num_sms, stats, op.moves, floor_of(op)
+                    )
+
+    def _twice(self, floor_us: float) -> float | None:
+        """What to expect of an operation whose floor this is; on GPUs only."""
+        return 2 * floor_us if self.on_gpu else None
+
+    def _floors(
+        self, rates: limits.Limits, point: Workload, num_sms: int | None
+    ) -> Callable[[Operation], float]:
+        """What each operation could take at a point of the sweep."""
+        if self.on_gpu:
+            return lambda op: rates.floor_us(point, op.moves, num_sms)
+        # memcpy has no one rate: caches decide.
+        own = limits.measure_cpu(self.report, self.mesh, point, True, loud=False)
+        return lambda op: max(
+            rates.latency_us, own.ceiling_us(op.moves, num_sms) or 0.0
+        )
 
     def _backends(self) -> Iterator[tuple[str, int | None]]:
         for backend in self.options.backends or (self.native, "xla"):
             for num_sms in self.num_sms if backend == "cuda" else [None]:
                 yield backend, num_sms
 
-    def _communicator(self, backend: str, num_sms: int | None) -> jax_ep.Communicator:
-        return jax_ep.Communicator(self.mesh, AXIS, backend=backend, num_sms=num_sms)
-
-    def _operations(self, inputs: Inputs, comm: jax_ep.Communicator):
-        for op in jax_ep_operations(inputs, comm):
-            # The sequences say nothing about a backend that is only a reference.
-            if self._wanted(op.name) and not (comm.backend == "xla" and "+" in op.name):
-                yield op
+    def _operations(self, inputs: Inputs, comm: jax_ep.Communicator) -> list[Operation]:
+        # The sequences say nothing about a backend that is only a reference.
+        return [
+            op
+            for op in jax_ep_operations(inputs, comm)
+            if self._wanted(op.name) and (op.single or comm.backend != "xla")
+        ]
 
     def _wanted(self, name: str) -> bool:
         return not self.options.only or name in self.options.only
 
-    def _checked_and_timed(self, op: Operation, backend: str) -> Stats:
-        op.check()
-        plain = backend == "xla" or (backend == "jax" and not self.on_gpu)
-        return self.stopwatch.measure(op.chain, slow=op.slow or plain)
+    def _guess(
+        self, found: limits.Limits, num_sms: int | None
+    ) -> Callable[[Operation], float | None]:
+        """On GPUs, about what an operation takes."""
 
-    @contextlib.contextmanager
-    def _going_on(self, name: str, backend: str) -> Iterator[None]:
-        """Makes what cannot run a line in the table, not the end of it."""
-        try:
-            yield
-        except FAILURES as e:
-            reason = " ".join(str(e).split())
-            wrong = isinstance(e, AssertionError)
-            what = "WRONG RESULT" if wrong else "did not run"
-            self.report.say(f"{name} ({backend}) {what}: {reason[:120]}")
-            self.report.record("failure", operation=name, backend=backend, why=reason)
-            self.failed |= wrong or backend == self.native
+        def guess(op: Operation) -> float | None:
+            if not self.on_gpu:
+                return None
+            fixed = 2 * found.latency_us * (1 + op.name.count("+"))
+            return max(fixed, found.ceiling_us(op.moves, num_sms) or 0.0) or None
 
-    def _row(self, op: Operation, backend: str, num_sms, stats: Stats) -> None:
-        limit = self.limits.of(num_sms)
-        known = bool(op.moves) and all(m in limit for m in op.moves)
+        return guess
+
+    def _row(self, name: str, op: Operation, backend: str, num_sms, stats) -> None:
         self.report.operation_row(
             self.workload,
-            op.name,
+            name,
             backend,
             num_sms,
             stats,
             op.moves,
-            sum(limit[m] for m in op.moves) if known else None,
+            self.limits_of(self.workload).ceiling_us(op.moves, num_sms),
         )
 
     def _compare_pair(self, medians: dict[str, float]) -> None:
@@ -248,21 +219,17 @@ class Benchmark:
             self.report.say(f"  the chained pair takes {over:+.1%} over its parts")
             self.report.record("pair over parts", share=round(over, 4))
 
-    def _floor_us(self, point: Workload, op: Operation, num_sms) -> float:
-        """max(latency floor, bytes / ceiling): what the point could take."""
-        base, floor_us = self.workload, self.limits.latency_us
-        for moved in op.moves:
-            copy_us = self.limits.of(num_sms).get(moved, 0.0)
-            # On a CPU all ranks share the memory, so all their rows count.
-            if self.on_gpu:
-                part = point.wire_bytes / max(base.wire_bytes, 1)
-            else:
-                part = point.total_bytes / max(base.total_bytes, 1)
-            floor_us = max(floor_us, copy_us * part)
-        return floor_us
+
+_SECTIONS = ("table", "sweep")
+_DEFAULT_SECTIONS = ("table",)
 
 
-# JAX raises most of what a backend cannot do as one of these.
+def _sections(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in _SECTIONS:
+            raise argparse.ArgumentTypeError(f"no section {name}")
+    return names
 
 
 def _with_options(workload: Workload, options: argparse.Namespace) -> Workload:
@@ -284,7 +251,20 @@ def _with_options(workload: Workload, options: argparse.Namespace) -> Workload:
 def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="fewer repetitions, one SM count")
     add = parser.add_argument
-    add("--sweep", action="store_true", help="vary T, H, K, routing and dtype")
+    add(
+        "--sections",
+        type=_sections,
+        default=list(_DEFAULT_SECTIONS),
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(_SECTIONS)} (default: {','.join(_DEFAULT_SECTIONS)})",
+    )
+    add(
+        "--sweep",
+        dest="sections",
+        action="store_const",
+        const=["sweep"],
+        help="vary T, H, K, routing and dtype: --sections sweep",
+    )
     add("--dtype", choices=tuple(DTYPES))
     add(
         "--capacity",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from timing import AXIS, fence
+from timing import AXIS, Compilers, fence
 from workloads import DTYPES, Workload
+
+# Odd numbers that spread the index along each axis over all bits.
+_FACTORS = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
 class Inputs:
@@ -39,15 +44,26 @@ class Inputs:
         return jax.device_put(array, NamedSharding(self.mesh, P(AXIS)))
 
     def random(self, salt: int, rows: int, *more: int) -> jax.Array:
-        """[R * rows, *more, H] of normal numbers, other ones on every rank."""
+        """[R * rows, *more, H] of numbers in (-2, -1] and [1, 2), other ones on
+        every rank. Hashed: that compiles in a fraction of jax.random's time.
+        """
         w = self.workload
         shape = (rows, *more, w.hidden)
-        drawn = self.dtype if self.dtype.itemsize > 1 else jnp.dtype("bfloat16")
         seed = self.put(np.arange(w.num_ranks) + 1000 * salt + 100000 * w.seed)
 
         def draw(seed):
-            key = jax.random.key(seed[0])
-            return jax.random.normal(key, shape, drawn).astype(self.dtype)
+            h = seed[0].astype(jnp.uint32) * np.uint32(0x9E3779B1)
+            for i, factor in enumerate((0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)):
+                if i < len(shape):
+                    counted = lax.broadcasted_iota(
+                        jnp.uint32, shape, len(shape) - 1 - i
+                    )
+                    h = (h ^ (h >> 15)) + counted * np.uint32(factor)
+            for factor in (0x7FEB352D, 0x846CA68B):
+                h = (h ^ (h >> 16)) * np.uint32(factor)
+            h ^= h >> 16
+            bits = (h & np.uint32(0x807FFFFF)) | np.uint32(0x3F800000)
+            return lax.bitcast_convert_type(bits, jnp.float32).astype(self.dtype)
 
         return self.per_rank(draw)(seed)
 
@@ -61,13 +77,41 @@ class Inputs:
             jax.shard_map(function, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS))
         )
 
-    def wrong_rows(self, function: Callable, *args: jax.Array) -> int:
-        """Sum over ranks of what `function` counts."""
-        counted = self.per_rank(lambda *a: function(*a).reshape(1))
-        return int(np.asarray(counted(*args)).sum())
+    def count_wrong(self, what: str, count: Callable, *args: jax.Array) -> Check:
+        """`count` of `args` on each rank is how many rows are wrong."""
+
+        def everywhere(*args):
+            return lax.psum(count(*args), AXIS)
+
+        program = jax.jit(
+            jax.shard_map(everywhere, mesh=self.mesh, in_specs=P(AXIS), out_specs=P())
+        )
+
+        def expect(wrong):
+            if int(wrong):
+                raise AssertionError(f"{int(wrong)} {what} rows are wrong")
+
+        return Check(program, args, expect)
 
 
-def check_plan(inputs: Inputs, plan_of: Callable) -> None:
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A program, and what raises AssertionError where its result is wrong."""
+
+    program: Any  # jitted
+    args: tuple[jax.Array, ...]
+    expect: Callable[[Any], None]
+    compiler_options: Mapping[str, Any] | None = None
+
+    def start(self, compilers: Compilers) -> Callable[[], None]:
+        """Starts to compile; returns a call that runs and judges."""
+        compiled = compilers.start(
+            self.program.lower(*self.args), self.compiler_options
+        )
+        return lambda: self.expect(compiled()(*self.args))
+
+
+def check_plan(inputs: Inputs, plan_of: Callable) -> Check:
     w = inputs.workload
 
     def fields(topk_idx):
@@ -84,7 +128,13 @@ def check_plan(inputs: Inputs, plan_of: Callable) -> None:
             )
         }
 
-    found = jax.device_get(inputs.per_rank(fields)(inputs.topk_idx))
+    def expect(result):
+        _expect_plan(w, jax.device_get(result))
+
+    return Check(inputs.per_rank(fields), (inputs.topk_idx,), expect)
+
+
+def _expect_plan(w: Workload, found: Mapping[str, np.ndarray]) -> None:
     ids = w.topk_idx.reshape(-1, w.top_k)
     for rank in range(w.num_ranks):
         src = w.recv_src[rank]
@@ -109,27 +159,26 @@ def as_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
-def check_rows(inputs: Inputs, dispatched: Callable, *args: jax.Array) -> None:
+def check_rows(inputs: Inputs, dispatched: Callable, *args: jax.Array) -> Check:
     """dispatched(*args) must be the tokens in the slots that NumPy gave them."""
 
-    def wrong(found, tokens, recv_src):
+    def wrong(tokens, recv_src, *args):
+        found = fence(dispatched(*args))
         everywhere = lax.all_gather(as_bits(tokens), AXIS, tiled=True)
         expected = jnp.where(
             recv_src[:, None] >= 0, everywhere[jnp.maximum(recv_src, 0)], 0
         )
         return (as_bits(found) != expected).any(axis=1).sum()
 
-    found = inputs.per_rank(dispatched)(*args)
-    bad = inputs.wrong_rows(wrong, found, inputs.tokens, inputs.recv_src)
-    if bad:
-        raise AssertionError(f"{bad} received rows are wrong")
+    return inputs.count_wrong("received", wrong, inputs.tokens, inputs.recv_src, *args)
 
 
-def check_sums(inputs: Inputs, combined: Callable, *args: jax.Array) -> None:
+def check_sums(inputs: Inputs, combined: Callable, *args: jax.Array) -> Check:
     """combined(*args) must be the float32 sums of inputs.rows in rank order."""
     num_ranks = inputs.workload.num_ranks
 
-    def wrong(found, rows, slots):
+    def wrong(rows, slots, *args):
+        found = fence(combined(*args))
         rank = lax.axis_index(AXIS)
         total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
         for r in range(num_ranks):
@@ -140,7 +189,4 @@ def check_sums(inputs: Inputs, combined: Callable, *args: jax.Array) -> None:
         expected = fence(total.astype(rows.dtype))  # rounded, whatever XLA likes
         return (found != expected).any(axis=1).sum()
 
-    found = inputs.per_rank(combined)(*args)
-    bad = inputs.wrong_rows(wrong, found, inputs.rows, inputs.slots)
-    if bad:
-        raise AssertionError(f"{bad} combined rows are wrong")
+    return inputs.count_wrong("combined", wrong, inputs.rows, inputs.slots, *args)

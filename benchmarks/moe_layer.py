@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dispatch_combine import Stopwatch
 from inputs import Inputs
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from options import parser as common_parser
 from options import positive
 from report import FAILURES, Report, machine
+from stopwatch import Stopwatch
 from timing import AXIS, Chain, Stats, fence, first, link
 from workloads import Workload, workload_a, workload_cpu
 
@@ -60,7 +60,13 @@ class Benchmark:
         self.on_gpu = devices[0].platform == "gpu"
         self.native = "cuda" if self.on_gpu else "cpu"
         self.report = Report(options.json)
-        self.stopwatch = Stopwatch(self.mesh, self.on_gpu, options.quick)
+        quick = options.quick
+        self.stopwatch = Stopwatch(
+            self.mesh,
+            self.on_gpu,
+            seconds=0.5 if quick else 3.0,
+            few=2 if quick else 5,
+        )
         self.failed = False
 
     def run(self) -> int:
@@ -88,7 +94,7 @@ class Benchmark:
     def _measure(self, name: str, make: Callable[[], Chain]) -> Stats | None:
         """None, and a line that says why, where it cannot run."""
         try:
-            return self.stopwatch.measure(make(), slow=not self.on_gpu)
+            return self.stopwatch.measure_chain(make(), slow=not self.on_gpu)
         except FAILURES as e:
             reason = " ".join(str(e).split())
             self.report.say(f"{name} did not run: {reason[:300]}")

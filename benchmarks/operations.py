@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from inputs import Inputs, check_plan, check_rows, check_sums
+from inputs import Check, Inputs, check_plan, check_rows, check_sums
 from timing import Chain, fence, first, link
 from workloads import SUMMABLE, Workload
 
@@ -21,7 +21,8 @@ class Operation:
     Attributes:
       name: what it is, without the backend.
       chain: how it is repeated.
-      check: runs it once and raises AssertionError if the result is wrong.
+      check: runs it once and raises AssertionError if the result is wrong; None
+        where its parts were checked.
       moves: the ceilings whose bytes it moves, "dispatch" and "combine"; none
         for a plan.
       slow: expected to be far from the others: fewer repetitions.
@@ -29,9 +30,14 @@ class Operation:
 
     name: str
     chain: Chain
-    check: Callable[[], None]
+    check: Check | Callable[[], None] | None
     moves: tuple[str, ...] = ()
     slow: bool = False
+
+    @property
+    def single(self) -> bool:
+        """One operation, not a sequence."""
+        return "+" not in self.name
 
 
 def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operation]:
@@ -51,7 +57,9 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
     route = "recv_src" if reference else "_routes"
 
     def relink(context, carried, result):
-        return link(carried, context[-1], *jax.tree.leaves(result))
+        # A native call ends with all of its results, so one of them will do.
+        leaves = jax.tree.leaves(result)
+        return link(carried, context[-1], *(leaves if reference else leaves[:1]))
 
     def plan_start(topk_idx):
         return (first(topk_idx),), topk_idx
@@ -104,12 +112,13 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
 
     def check_dispatch():
         dispatched = lambda x, topk_idx: jax_ep.dispatch(x, plan_of(topk_idx))  # noqa: E731
-        check_rows(inputs, dispatched, x, topk_idx)
+        return check_rows(inputs, dispatched, x, topk_idx)
 
     def check_combine():
         combined = lambda y, topk_idx: jax_ep.combine(y, plan_of(topk_idx))  # noqa: E731
-        check_sums(inputs, combined, y, topk_idx)
+        return check_sums(inputs, combined, y, topk_idx)
 
+    dispatch_is_right = check_dispatch()
     operations = [
         Operation(
             "plan",
@@ -122,12 +131,12 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
                 linked=topk_idx,
                 opaque=not reference,
             ),
-            lambda: check_plan(inputs, plan_of),
+            check_plan(inputs, plan_of),
         ),
         Operation(
             "dispatch",
             dispatch_chain(),
-            check_dispatch,
+            dispatch_is_right,
             ("dispatch",),
         ),
         Operation(
@@ -142,7 +151,7 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
                 relink,
                 linked=topk_idx,
             ),
-            check_dispatch,
+            dispatch_is_right,
             ("dispatch",),
         ),
     ]
@@ -151,7 +160,7 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
             Operation(
                 "combine",
                 combine_chain(),
-                check_combine,
+                check_combine(),
                 ("combine",),
             ),
             Operation(
@@ -164,7 +173,7 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
                     lambda plan, x, result: result,
                     max_length=_growing_length(w),
                 ),
-                lambda: None,  # its parts were checked
+                None,
                 ("dispatch", "combine"),
             ),
         ]

@@ -110,7 +110,7 @@ class Report:
             [
                 str(workload),
                 name,
-                *_cells(".1f", stats.median, stats.p95, floor_us if moves else None),
+                *_cells(".1f", stats.median, stats.p95, floor_us),
                 *_cells(".2f", share),
                 "!" if share is not None and share < 0.6 else "",
                 *_cells(".1f", wire, logical),
@@ -120,7 +120,7 @@ class Report:
             "sweep",
             operation=name,
             **_timing(backend, num_sms, stats, wire, logical),
-            floor_us=_rounded(floor_us if moves else None),
+            floor_us=_rounded(floor_us),
             share_of_floor=_rounded(share),
             workload=workload.as_dict(),
         )

@@ -9,9 +9,11 @@ that links the chain. What a call costs the host falls out of the difference.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -71,6 +73,7 @@ class Chain:
         fences before it fuses: so the result is carried through a loop, whose
         arrays are whole.
       max_length: longest chain that keeps the numbers finite.
+      compiler_options: XLA's flags for these programs.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Chain:
     linked: jax.Array | None = None
     opaque: bool = True
     max_length: int = 128
+    compiler_options: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Budget:
       min_extra: at least so many operations separate them.
       min_reps, max_reps: bounds for the pairs of runs.
       short: length of the short chain.
+      longest: length of the long chain at most.
     """
 
     seconds: float
@@ -101,6 +106,7 @@ class Budget:
     min_reps: int
     max_reps: int = 50
     short: int = 4
+    longest: int = 128
 
 
 def fence(tree: Any) -> Any:
@@ -139,8 +145,10 @@ def _is_odd(x: jax.Array) -> jax.Array:
     return x == np.array(limits.min or limits.max, x.dtype)
 
 
-def compile_chain(mesh: Mesh, chain: Chain, length: int, delay: bool) -> Callable:
-    """Compiles `length` repetitions; returns a call that waits for all ranks."""
+def lower_chain(
+    mesh: Mesh, chain: Chain, length: int, delay: bool
+) -> jax.stages.Lowered:
+    """`length` repetitions as one program over all ranks, ready to be compiled."""
 
     def body(*args: jax.Array) -> jax.Array:
         if delay:
@@ -165,8 +173,7 @@ def compile_chain(mesh: Mesh, chain: Chain, length: int, delay: bool) -> Callabl
         return lax.slice_in_dim(jax.tree.leaves(carried)[0], 0, 1)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    compiled = jax.jit(mapped).lower(*chain.args).compile()
-    return lambda: jax.block_until_ready(compiled(*chain.args))
+    return jax.jit(mapped).lower(*chain.args)
 
 
 def _delayed(x: jax.Array) -> jax.Array:
@@ -178,40 +185,107 @@ def _delayed(x: jax.Array) -> jax.Array:
     return link(x, value, z)
 
 
-def measure(
-    mesh: Mesh, chain: Chain, budget: Budget, *, delay: bool, base_s: float = 0.0
-) -> Stats:
+class Compilers:
+    """Threads that compile programs while others are lowered.
+
+    Nothing may run before wait(): a program that is loaded onto a GPU may wait for
+    kernels there, which wait for their peers, which are behind it on the host.
+    """
+
+    def __init__(self, threads: int):
+        self._pool = ThreadPoolExecutor(threads)
+        self._started: list[Future] = []
+
+    def start(
+        self, lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+    ) -> Callable[[], jax.stages.Compiled]:
+        """Starts to compile; returns a call that has the program, or raises."""
+        options = dict(options) if options else None
+        future = self._pool.submit(lowered.compile, compiler_options=options)
+        self._started.append(future)
+        return future.result
+
+    def wait(self) -> None:
+        """Until all that was started has ended, well or not."""
+        concurrent.futures.wait(self._started)
+        self._started.clear()
+
+
+class Timer:
     """Times one repetition of `chain`, links included.
+
+    Programs are lowered here and compiled by `compilers`, so that many timers can
+    be made before the first one runs.
 
     Args:
       mesh: over whose AXIS the chain runs.
       chain: what to repeat.
       budget: how long to take.
       delay: keep the GPU busy first (`_delayed`).
-      base_s: what a chain of length 0 takes, roughly: only to choose lengths.
+      compilers: who compiles.
+      guess_us: about what one repetition takes, to choose the length of the long
+        chain; None: the short chain is run to find out.
     """
-    short = budget.short
-    run_short = compile_chain(mesh, chain, short, delay)
-    run_short()
-    once = max(min(_seconds(run_short) for _ in range(2)) - base_s, 1e-6) / short
-    most = max(chain.max_length - short, 2)
-    extra = int(np.clip(budget.chain_s / once, min(budget.min_extra, most), most))
-    long = short + extra
-    run_long = compile_chain(mesh, chain, long, delay)
-    run_long()
-    pair_s = once * (short + long) + 2 * base_s
-    reps = int(np.clip(budget.seconds / pair_s, budget.min_reps, budget.max_reps))
-    times = np.array([(_seconds(run_short), _seconds(run_long)) for _ in range(reps)])
-    slopes = (times[:, 1] - times[:, 0]) / extra * 1e6
-    least_short, least_long = times.min(axis=0)
-    return Stats(
-        median=float(np.median(slopes)),
-        p95=float(np.percentile(slopes, 95)),
-        best=float(least_long - least_short) / extra * 1e6,
-        reps=reps,
-        short=short,
-        long=long,
-    )
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chain: Chain,
+        budget: Budget,
+        *,
+        delay: bool,
+        compilers: Compilers,
+        guess_us: float | None = None,
+    ):
+        self._mesh, self._chain, self._budget = mesh, chain, budget
+        self._delay, self._compilers = delay, compilers
+        self._short = self._compiled(budget.short)
+        self._extra = 0
+        if guess_us or not budget.chain_s:
+            self._choose_length((guess_us or 0.0) * 1e-6)
+
+    def _compiled(self, length: int) -> Callable[[], jax.stages.Compiled]:
+        chain = self._chain
+        lowered = lower_chain(self._mesh, chain, length, self._delay)
+        return self._compilers.start(lowered, chain.compiler_options)
+
+    def _choose_length(self, once_s: float) -> None:
+        budget = self._budget
+        most = max(min(self._chain.max_length, budget.longest) - budget.short, 2)
+        least = min(budget.min_extra, most)
+        wanted = budget.chain_s / max(once_s, 1e-6)
+        self._extra = int(np.clip(wanted, least, most))
+        self._long = self._compiled(budget.short + self._extra)
+
+    def run(self, base_s: float = 0.0) -> Stats:
+        """Measures. `base_s`: seconds of a chain of length 0, roughly."""
+        args, short = self._chain.args, self._budget.short
+        short_program = self._short()
+        run_short = lambda: jax.block_until_ready(short_program(*args))  # noqa: E731
+        run_short()
+        once = max(min(_seconds(run_short) for _ in range(2)) - base_s, 1e-6) / short
+        if not self._extra:
+            self._choose_length(once)
+        extra = self._extra
+        long_program = self._long()
+        run_long = lambda: jax.block_until_ready(long_program(*args))  # noqa: E731
+        run_long()
+        pair_s = once * (2 * short + extra) + 2 * base_s
+        budget = self._budget
+        reps = int(np.clip(budget.seconds / pair_s, budget.min_reps, budget.max_reps))
+        times = np.array(
+            [(_seconds(run_short), _seconds(run_long)) for _ in range(reps)]
+        )
+        slopes = (times[:, 1] - times[:, 0]) / extra * 1e6
+        least_short, least_long = times.min(axis=0)
+        return Stats(
+            median=float(np.median(slopes)),
+            p95=float(np.percentile(slopes, 95)),
+            best=float(least_long - least_short) / extra * 1e6,
+            reps=reps,
+            short=short,
+            long=short + extra,
+        )
 
 
 def link_chain(mesh: Mesh, x: jax.Array) -> Chain:
@@ -231,11 +305,22 @@ def link_chain(mesh: Mesh, x: jax.Array) -> Chain:
     return Chain("link", (x, jax.jit(copied)(x)), start, move, lambda *state: state[2])
 
 
-def base_seconds(mesh: Mesh, chain: Chain, delay: bool) -> float:
-    """Seconds of a chain of length 0: set-up, delay and the call itself."""
-    run = compile_chain(mesh, chain, 0, delay)
-    run()
-    return min(_seconds(run) for _ in range(3))
+def base_seconds(
+    mesh: Mesh, chain: Chain, delay: bool, compilers: Compilers
+) -> Callable[[], float]:
+    """Starts to compile a chain of length 0; returns a call that runs it.
+
+    It has the seconds of set-up, delay and the call itself.
+    """
+    program = compilers.start(lower_chain(mesh, chain, 0, delay))
+
+    def run() -> float:
+        compiled = program()
+        call = lambda: jax.block_until_ready(compiled(*chain.args))  # noqa: E731
+        call()
+        return min(_seconds(call) for _ in range(3))
+
+    return run
 
 
 def _seconds(run: Callable[[], Any]) -> float:

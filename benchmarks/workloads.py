@@ -71,12 +71,15 @@ class Workload:
             choices = min(self.local_experts, self.num_experts)
         else:
             choices = self.num_experts
+        taken = min(self.top_k, choices)
+        idx = np.full((rows, self.top_k), -1, np.int32)
+        if self.routing != "skewed" and taken * taken <= 2 * choices:
+            idx[:, :taken] = _distinct(rng, rows, taken, choices)
+            return idx.reshape(self.num_ranks, self.num_tokens, self.top_k)
         # Expert e is as popular as 1 / (rank among a shuffled order + 1).
         bias = np.zeros(choices, np.float32)
         if self.routing == "skewed":
             bias = -np.log1p(rng.permutation(choices).astype(np.float32))
-        taken = min(self.top_k, choices)
-        idx = np.full((rows, self.top_k), -1, np.int32)
         for start in range(0, rows, 16384):
             stop = min(start + 16384, rows)
             # Gumbel noise on the logits draws without replacement.
@@ -148,6 +151,10 @@ class Workload:
         return int(np.diagonal(self.counts).max())
 
     @property
+    def local_bytes(self) -> int:
+        return self.local_rows * self.row_bytes
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all ranks' rows together, local ones included."""
         return int(self.counts.sum()) * self.row_bytes
@@ -173,7 +180,20 @@ class Workload:
             "row_bytes": self.row_bytes,
             "wire_bytes": self.wire_bytes,
             "logical_bytes": self.logical_bytes,
+            "local_bytes": self.local_bytes,
+            "filled": round(self.filled, 4),
         }
+
+
+def _distinct(rng, rows: int, taken: int, choices: int) -> np.ndarray:
+    """i32[rows, taken], distinct in each row: rows with repeats are drawn again."""
+    idx = rng.integers(choices, size=(rows, taken), dtype=np.int32)
+    again = np.arange(rows)
+    while again.size:
+        ordered = np.sort(idx[again], axis=1)
+        again = again[(ordered[:, 1:] == ordered[:, :-1]).any(axis=1)]
+        idx[again] = rng.integers(choices, size=(again.size, taken), dtype=np.int32)
+    return idx
 
 
 def workload_a(num_ranks: int) -> Workload:
@@ -187,16 +207,16 @@ def workload_cpu(num_ranks: int) -> Workload:
 
 
 _SWEEP_GPU: dict[str, tuple[Any, ...]] = {
-    "num_tokens": (128, 512, 1024, 8192, 32768, 65536),
-    "hidden": (2048, 2880, 4096),
-    "top_k": (1, 2, 4),
+    "num_tokens": (128, 512, 1024, 4096, 8192, 32768, 65536),
+    "hidden": (2048, 2880, 4096, 7168),
+    "top_k": (1, 2, 4, 8),
     "routing": ("skewed", "one-rank"),
     "dtype": ("f32", "float8"),
 }
 _SWEEP_CPU: dict[str, tuple[Any, ...]] = {
-    "num_tokens": (16, 128, 2048),
-    "hidden": (256, 720, 2048),
-    "top_k": (1, 2, 8),
+    "num_tokens": (16, 128, 512, 2048),
+    "hidden": (256, 720, 1024, 2048),
+    "top_k": (1, 2, 4, 8),
     "routing": ("skewed", "one-rank"),
     "dtype": ("f32", "float8"),
 }

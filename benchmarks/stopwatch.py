@@ -1,0 +1,166 @@
+"""Checks operations, times them, and takes off what their links cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import timing
+from inputs import Check
+from jax.sharding import Mesh
+from operations import Operation
+from report import FAILURES
+from timing import Budget, Chain, Compilers, Stats, Timer
+
+_COMPILERS = 8
+
+
+class Stopwatch:
+    """Measures chains over one mesh.
+
+    All programs of a group of operations are compiled side by side before the
+    first of them runs, as far as the cores go: on GPUs that takes longer than
+    measuring.
+
+    Args:
+      mesh: over whose "ep" axis the chains run.
+      on_gpu: keep GPUs busy while the host enqueues a chain.
+      seconds: for one operation, without compiling.
+      few: repetitions of what is slow.
+      longest: length of a chain at most.
+      same_reps: repetitions of everything, whatever it takes: processes that take
+        part in one measurement have to agree.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        on_gpu: bool,
+        *,
+        seconds: float = 3.0,
+        few: int = 5,
+        longest: int = 128,
+        same_reps: int | None = None,
+    ):
+        self._mesh = mesh
+        self._on_gpu = on_gpu
+        self._seconds = seconds
+        self._few = few
+        self._longest = longest
+        self._same_reps = same_reps
+        threads = 1
+        if not same_reps:
+            threads = max(1, min(_COMPILERS, (os.cpu_count() or 1) // 2))
+        self._compilers = Compilers(threads)
+        # (Seconds of an empty chain, microseconds of a link) by what is linked.
+        self._costs: dict[str | None, tuple[float, float]] = {}
+
+    def measure(
+        self,
+        operations: Sequence[Operation],
+        *,
+        plain: bool = False,
+        guess_us: Callable[[Operation], float | None] = lambda op: None,
+    ) -> Iterator[tuple[Operation, Stats | Exception]]:
+        """Each operation with its time, or with what went wrong.
+
+        Args:
+          operations: to be checked and timed, in this order.
+          plain: all of them are slow.
+          guess_us: about what one takes, or None: the length of its chain.
+        """
+        for op in operations:
+            if op.chain.linked is not None:
+                self._cost(op.chain)
+        jobs = [self._start(op, plain or op.slow, guess_us(op)) for op in operations]
+        self._compilers.wait()
+        for op, job in zip(operations, jobs, strict=True):
+            try:
+                yield op, job()
+            except FAILURES as e:
+                yield op, e
+
+    def measure_chain(self, chain: Chain, slow: bool) -> Stats:
+        """One chain that was checked elsewhere."""
+        base_s, link_us = self._cost(chain)
+        timer = self._timer(chain, slow, None)
+        return timer.run(base_s * (self._on_gpu and not slow)).less(link_us)
+
+    def _start(
+        self, op: Operation, slow: bool, guess_us: float | None
+    ) -> Callable[[], Stats]:
+        """Starts to compile an operation; the result checks and measures it."""
+        try:
+            if isinstance(op.check, Check):
+                check = op.check.start(self._compilers)
+            else:
+                check = op.check or (lambda: None)
+            timer = self._timer(op.chain, slow, guess_us)
+        except FAILURES as e:
+            failure = e  # `e` ends with the clause
+
+            def failed() -> Stats:
+                raise failure
+
+            return failed
+
+        def run() -> Stats:
+            check()
+            base_s, link_us = self._cost(op.chain)
+            return timer.run(base_s * (self._on_gpu and not slow)).less(link_us)
+
+        return run
+
+    def _timer(self, chain: Chain, slow: bool, guess_us: float | None) -> Timer:
+        if slow:
+            budget = Budget(
+                self._seconds, 0.0, min_extra=2, min_reps=self._few, short=1
+            )
+        elif self._on_gpu:
+            budget = Budget(
+                self._seconds, 4e-3, min_extra=8, min_reps=8, longest=self._longest
+            )
+        else:
+            budget = Budget(self._seconds, 0.05, min_extra=4, min_reps=5, short=2)
+        return Timer(
+            self._mesh,
+            chain,
+            self._agreed(budget),
+            delay=self._on_gpu and not slow,
+            compilers=self._compilers,
+            guess_us=guess_us,
+        )
+
+    def _agreed(self, budget: Budget) -> Budget:
+        reps = self._same_reps
+        if not reps:
+            return budget
+        return dataclasses.replace(budget, min_reps=reps, max_reps=reps)
+
+    def _cost(self, chain: Chain) -> tuple[float, float]:
+        target = chain.linked
+        if target is None:
+            return self._costs.get(None, (0.0, 0.0))
+        # One element written in place: the array's size does not matter.
+        key = target.dtype.kind
+        if key not in self._costs:
+            links = timing.link_chain(self._mesh, target)
+            budget = Budget(0.3, 1e-3, min_extra=16, min_reps=10, short=8)
+            delay = self._on_gpu
+            timer = Timer(
+                self._mesh,
+                links,
+                self._agreed(budget),
+                delay=delay,
+                compilers=self._compilers,
+                guess_us=2.0,
+            )
+            base = timing.base_seconds(self._mesh, links, delay, self._compilers)
+            self._compilers.wait()
+            base_s = base()
+            stats = timer.run(base_s)
+            self._costs[key] = base_s, max(stats.median / 2, 0.0)
+            # Good enough to choose the lengths of a chain without links.
+            self._costs[None] = base_s, 0.0
+        return self._costs[key]
