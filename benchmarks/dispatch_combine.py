@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch_combine.py                 # GPUs, else CPU
     python benchmarks/dispatch_combine.py --quick         # under a minute
-    python benchmarks/dispatch_combine.py --sweep --quick --json out/sweep.jsonl
+    python benchmarks/dispatch_combine.py --sweep --quick --plot out/sweep.png
 
 README.md in this folder says how it measures and how to read the table.
 """
@@ -47,7 +47,14 @@ def main() -> int:
         raise SystemExit(f"--ranks {ranks}: this machine has {len(devices)} devices")
     if options.platform == "gpu" and devices[0].platform != "gpu":
         raise SystemExit("--platform gpu: JAX sees no GPU here")
-    return Benchmark(options, devices[:ranks]).run()
+    if not options.plot:
+        return Benchmark(options, devices[:ranks]).run()
+    import plot  # with matplotlib, which is not needed for anything else
+
+    options.json = options.json or f"{options.plot}.jsonl"
+    status = Benchmark(options, devices[:ranks]).run()
+    plot.draw([options.json], options.plot)
+    return status
 
 
 class Benchmark(Session):
@@ -265,6 +272,7 @@ def _parse() -> argparse.Namespace:
         const=["sweep"],
         help="vary T, H, K, routing and dtype: --sections sweep",
     )
+    add("--plot", metavar="PATH", help="draw this run, and what --json had before it")
     add("--dtype", choices=tuple(DTYPES))
     add(
         "--capacity",
