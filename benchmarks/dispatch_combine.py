@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import limits
+import terms
 from baselines import baselines
 from inputs import Inputs
 from operations import Operation, jax_ep_operations
@@ -91,6 +92,7 @@ class Benchmark(Session):
             say(f"NOTE: load average {busy:.1f} on {cores} cores: others run here too")
         sections = {
             "table": self._table,
+            "terms": lambda: terms.run(self),
             "sweep": self._sweep,
         }
         for name, section in sections.items():
@@ -227,8 +229,8 @@ class Benchmark(Session):
             self.report.record("pair over parts", share=round(over, 4))
 
 
-_SECTIONS = ("table", "sweep")
-_DEFAULT_SECTIONS = ("table",)
+_SECTIONS = ("table", "terms", "sweep")
+_DEFAULT_SECTIONS = ("table", "terms")
 
 
 def _sections(text: str) -> list[str]:
