@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import limits
+import scaling
 import terms
-from baselines import baselines
+from baselines import baselines, with_xla_options
 from inputs import Inputs
 from operations import Operation, jax_ep_operations
 from options import parser as common_parser
@@ -93,7 +94,9 @@ class Benchmark(Session):
         sections = {
             "table": self._table,
             "terms": lambda: terms.run(self),
+            "scaling": lambda: scaling.run(self),
             "sweep": self._sweep,
+            "xla-options": self._xla_options,
         }
         for name, section in sections.items():
             if name in self.options.sections:
@@ -119,6 +122,13 @@ class Benchmark(Session):
                     self.remember(self.workload, num_sms, medians)
         if not self.options.no_baselines:
             self._others(inputs, baselines(self.workload))
+
+    def _xla_options(self) -> None:
+        if self.on_gpu:
+            self.limits_of(self.workload)
+            self.report.say()
+            self.report.head(OPERATION_COLUMNS)
+            self._others(Inputs(self.mesh, self.workload), with_xla_options())
 
     def _others(self, inputs: Inputs, makers: Mapping[str, Callable]) -> None:
         """What JAX offers, one after the other: each has inputs of its own."""
@@ -229,8 +239,8 @@ class Benchmark(Session):
             self.report.record("pair over parts", share=round(over, 4))
 
 
-_SECTIONS = ("table", "terms", "sweep")
-_DEFAULT_SECTIONS = ("table", "terms")
+_SECTIONS = ("table", "terms", "scaling", "sweep", "xla-options")
+_DEFAULT_SECTIONS = ("table", "terms", "scaling")
 
 
 def _sections(text: str) -> list[str]:
