@@ -122,7 +122,7 @@ class Stopwatch:
                 self._seconds, 4e-3, min_extra=8, min_reps=8, longest=self._longest
             )
         else:
-            budget = Budget(self._seconds, 0.05, min_extra=4, min_reps=5, short=2)
+            budget = Budget(self._seconds, 0.1, min_extra=16, min_reps=5, short=2)
         return Timer(
             self._mesh,
             chain,

@@ -1,6 +1,6 @@
 // Sums of rows. A block of columns is summed over all rows before the next one,
-// so that sums stay in registers; where the compiler can, one clone for each x86
-// level, which cuts the vectors below to what the machine has.
+// so that sums stay in registers; where the compiler can, one clone for each
+// x86 level, which cuts the vectors below to what the machine has.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
