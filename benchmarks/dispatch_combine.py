@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import limits
 import scaling
+import several_processes
 import terms
 from baselines import baselines, with_xla_options
 from inputs import Inputs
@@ -95,6 +96,7 @@ class Benchmark(Session):
             "table": self._table,
             "terms": lambda: terms.run(self),
             "scaling": lambda: scaling.run(self),
+            "processes": self._processes,
             "sweep": self._sweep,
             "xla-options": self._xla_options,
         }
@@ -144,6 +146,10 @@ class Benchmark(Session):
             for _, stats in self.measured([op], "jax", guess_us=guess):
                 self.others_us[name] = stats.median
                 self._row(name, op, "jax", None, stats)
+
+    def _processes(self) -> None:
+        if not self.on_gpu:
+            several_processes.run(self.report, self.workload, self.quick)
 
     def _sweep(self) -> None:
         """plan, dispatch and combine with one size changed at a time."""
@@ -239,7 +245,7 @@ class Benchmark(Session):
             self.report.record("pair over parts", share=round(over, 4))
 
 
-_SECTIONS = ("table", "terms", "scaling", "sweep", "xla-options")
+_SECTIONS = ("table", "terms", "scaling", "processes", "sweep", "xla-options")
 _DEFAULT_SECTIONS = ("table", "terms", "scaling")
 
 
