@@ -50,8 +50,11 @@ def draw(sources: Sequence[str], output: str) -> list[pathlib.Path]:
     number behind the name.
     """
     groups = by_device(read(sources))
+    shown = {name: records for name, records in groups.items() if _drawable(records)}
+    if not shown:
+        raise SystemExit("no record of a table or of a sweep to draw")
     paths = []
-    for number, (device, records) in enumerate(groups.items()):
+    for number, (device, records) in enumerate(shown.items()):
         path = pathlib.Path(output)
         if number:
             path = path.with_stem(f"{path.stem}-{number + 1}")
@@ -133,12 +136,19 @@ def _shape(record: Record) -> tuple:
     return (*(workload[name] for name in _SHAPE), record["num_sms"])
 
 
+def _curves(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """What has more than one T."""
+    lines = times_by_tokens(records)
+    return {name: points for name, points in lines.items() if len(points) > 1}
+
+
+def _drawable(records: Sequence[Record]) -> bool:
+    return bool(_curves(records) or bars(records))
+
+
 def _figure(device: str, records: Sequence[Record]) -> plt.Figure:
-    lines, table = times_by_tokens(records), bars(records)
-    lines = {name: points for name, points in lines.items() if len(points) > 1}
+    lines, table = _curves(records), bars(records)
     rows = bool(lines) + bool(table)
-    if not rows:
-        raise SystemExit(f"{device}: no record of a table or of a sweep to draw")
     figure = plt.figure(figsize=(12, 4.6 * rows), layout="constrained")
     parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
     at = 0
