@@ -200,24 +200,77 @@ def test_fork_after_set_up(tmp_path):
 
 # The example -------------------------------------------------------------------
 
+EXAMPLES = launch.HERE.parent / "examples"
+PORTS = 61440  # JAX takes one of the 4096 from here on, by the number of the job
+# NPROC: XLA's pool on few cores, before jax 0.12.
+TRAINING = ("--batch=8", "--steps=3")
+ENVIRONMENT = {"NPROC": "16"}
 
-def test_example_has_the_losses_of_one_process(tmp_path):
+
+def read_losses(out):
+    with (out / "loss.csv").open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def train(program, *arguments, out):
+    """Runs an example; returns its losses."""
+    done = run_script(
+        str(EXAMPLES / program),
+        *TRAINING,
+        *arguments,
+        f"--out={out}",
+        timeout=400,
+        **ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_losses(out)
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process(tmp_path_factory):
+    return train("train_moe_lm.py", out=tmp_path_factory.mktemp("one"))
+
+
+def test_example_has_the_losses_of_one_process(losses_of_one_process, tmp_path):
     """Same batches, same model, same groups: 2 processes, and 1."""
-    losses = []
-    for program, *arguments in (
-        ("multi_process.py", "--processes=2", "--batch=8"),
-        ("train_moe_lm.py", "--batch=8"),
-    ):
-        out = tmp_path / program
-        done = run_script(
-            str(launch.HERE.parent / "examples" / program),
-            *arguments,
-            "--steps=3",
-            f"--out={out}",
-            timeout=400,
-            NPROC="16",
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        with (out / "loss.csv").open(newline="") as file:
-            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = train("multi_process.py", "--processes=2", out=tmp_path)
+    assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
+
+
+def slurm(process, job):
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+
+
+def open_mpi(process, job):
+    uri = f"{job << 12}.0;tcp://127.0.0.1,10.0.0.1:34911"
+    return {
+        "OMPI_MCA_orte_hnp_uri": uri,
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+        "OMPI_VERSION": "4.1.6",
+    }
+
+
+@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+def test_example_under_a_cluster(cluster, losses_of_one_process, tmp_path):
+    """JAX finds the processes by what Slurm or Open MPI put into the environment."""
+    job = launch.free_port(PORTS) - PORTS
+    with launch.Job(
+        EXAMPLES / "multi_process.py",
+        2,
+        tmp_path,
+        arguments=[*TRAINING, "--cpu-devices=4", f"--out={tmp_path}"],
+        environments=[cluster(process, job) for process in range(2)],
+    ) as running:
+        (log, _) = running.wait()
+    assert "4 ranks in 2 processes" in log
+    losses = read_losses(tmp_path)
+    assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
