@@ -603,6 +603,14 @@ def test_missing_rank():
     done = run_script(program)
     assert done.returncode == 0, done.stderr
     messages = json.loads(done.stdout.splitlines()[-1])
+    *others, late = messages.pop("late")
+    assert re.search(
+        r"jax_ep dispatch \(channel \d+\): rank 3 came after its peers had given up: "
+        r"waiting ranks: 0, 1, 2, for 0\.5 s; it came \d+\.\d s later",
+        late,
+    )
+    for rank, other in enumerate(others):
+        assert f"rank {rank} waited 0.5 s; missing ranks: 3" in other
     expected = {
         "plan": ("1|2|3", "0"),
         "dispatch": ("0|1|3", "2"),
