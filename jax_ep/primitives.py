@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
@@ -154,6 +155,12 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
     """
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
+        if AxisType.Manual in getattr(mesh, "axis_types", ()):
+            # mesh= would not help: JAX wants the surrounding mesh, an abstract one.
+            raise ValueError(
+                "jax_ep: a shard_map inside another one does not know the devices of "
+                "its mesh; call the program under jax.set_mesh(comm.mesh)"
+            )
         raise ValueError(
             "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
             "nobody knows here; give it the communicator's: "

@@ -6,6 +6,7 @@ import functools
 import json
 import pathlib
 import re
+import sys
 
 import harness
 import jax
@@ -18,10 +19,12 @@ from jax.sharding import PartitionSpec as P
 from processes import run_script
 
 import jax_ep
+from jax_ep import native
 
 RANKS = min(4, jax.device_count())
 TOKENS, TOP_K, HIDDEN, EXPERTS, CAPACITY = 6, 3, 5, 2 * RANKS, 9
 NATIVE = harness.BACKENDS[0]
+MODULE = {"cuda": "_cuda", "cpu": "_host"}[NATIVE]
 SIZES = f"{{'ep': {RANKS}}}"
 
 needs_two_devices = pytest.mark.skipif(
@@ -57,7 +60,9 @@ def trace(body, mesh=None, **kwargs):
 
 
 def plan_of(topk_idx, **kwargs):
-    kwargs = {"comm": comm(), "num_experts": EXPERTS, "capacity": CAPACITY} | kwargs
+    if "comm" not in kwargs:
+        kwargs["comm"] = comm()
+    kwargs = {"num_experts": EXPERTS, "capacity": CAPACITY} | kwargs
     return jax_ep.make_plan(topk_idx, **kwargs)
 
 
@@ -156,6 +161,39 @@ class TestCommunicator:
             "ep",
             backend=backend,
         )
+
+
+class TestFallback:
+    """backend=None without a native module that works: plain JAX, and why."""
+
+    def check(self, reason):
+        mesh = layers.mesh({"ep": RANKS})
+        with pytest.warns(UserWarning) as caught:
+            comm = jax_ep.Communicator(mesh, "ep")
+        (text,) = {str(warning.message) for warning in caught}
+        assert text.startswith(
+            "jax_ep.Communicator: falling back to backend 'xla', which is slow: "
+        )
+        assert reason in text
+        assert comm.backend == "xla"
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        rows, sums = jax.jit(layers.sharded(body, mesh))(*arguments())
+        assert np.asarray(rows).sum() == CAPACITY * HIDDEN  # all to expert 0
+        assert np.asarray(sums).sum() == CAPACITY * HIDDEN
+        comm.close()
+
+    def test_not_built(self, monkeypatch):
+        monkeypatch.setattr(native, "_load", native._load.__wrapped__)
+        monkeypatch.setitem(sys.modules, f"jax_ep.{MODULE}", None)
+        self.check(f"the native module {MODULE} was not built; install jax_ep again")
+        named = layers.mesh({"ep": RANKS}), "ep"
+        with pytest.raises(RuntimeError, match="cannot work here: jax_ep: the native"):
+            jax_ep.Communicator(*named, backend=NATIVE)
+
+    def test_built_for_a_newer_jax(self, monkeypatch):
+        monkeypatch.setattr(native, "_load", native._load.__wrapped__)
+        monkeypatch.setattr(native, "installed_ffi_version", lambda: (0, 1))
+        self.check(f"{MODULE} was built with XLA FFI 0.")
 
 
 class TestMakePlan:
@@ -503,6 +541,36 @@ class TestPlace:
             )
         f = jax.jit(jax.shard_map(body, mesh=other, **kwargs))
         assert_raises(ValueError, message, f, *args)
+
+    @needs_two_devices
+    def test_nested_without_set_mesh(self):
+        """JAX does not tell an inner shard_map its devices."""
+        mesh = layers.mesh({"data": 1, "ep": RANKS})
+        comm = layers.communicator(mesh, "ep", NATIVE)
+
+        def outer(*args):
+            inner = functools.partial(dispatch_and_combine, comm=comm)
+            return jax.shard_map(
+                inner, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}
+            )(*args)
+
+        f = jax.jit(
+            jax.shard_map(
+                outer,
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )
+        )
+        args = jax.device_put(arguments(), NamedSharding(mesh, P(("data", "ep"))))
+        message = (
+            "jax_ep: a shard_map inside another one does not know the devices of its "
+            "mesh; call the program under jax.set_mesh(comm.mesh)"
+        )
+        assert_raises(ValueError, message, f, *args)
+        with jax.set_mesh(mesh):
+            jax.block_until_ready(f(*args))
 
     @needs_two_devices
     def test_swapped_axes(self):
