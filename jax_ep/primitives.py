@@ -288,6 +288,16 @@ def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     return outputs, result
 
 
+def check_has_gradient(dtype: np.dtype) -> None:
+    """Raises where rows of this dtype cannot come home from dispatch."""
+    if dtype not in SUMMABLE:
+        raise TypeError(
+            f"jax_ep.dispatch: a leaf of dtype {dtype} has no gradient: combine "
+            "cannot sum it; dispatch a wider dtype, or say with jax.custom_vjp "
+            "what the gradient is"
+        )
+
+
 def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
     leaves = operands[_NUM_ROUTING:]
     result: list[Any] = [
@@ -301,13 +311,8 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
     if live:
         to = other()
         for i in live:
-            if to is combine_p and cotangents[i].dtype not in SUMMABLE:
-                raise TypeError(
-                    "jax_ep.dispatch: a leaf of dtype "
-                    f"{cotangents[i].dtype} has no gradient: combine cannot sum "
-                    "it; dispatch a wider dtype, or say with jax.custom_vjp what "
-                    "the gradient is"
-                )
+            if to is combine_p:
+                check_has_gradient(cotangents[i].dtype)
         moved = to.bind(
             *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
         )
