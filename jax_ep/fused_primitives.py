@@ -130,9 +130,13 @@ def _in_two_steps(*operands, num_grouped, expert_capacity, **params):
 
 def _lowering(ctx, *operands, num_grouped, **params):
     comm = params["comm"]
-    # Ranks that cannot store into each other's memory would have to take two
-    # steps as well.
-    if comm.backend not in _NATIVE_BACKENDS:
+    if (
+        comm.backend not in _NATIVE_BACKENDS
+        # Buffers of other processes may be out of reach, and their rows staged.
+        or len(comm.processes) > 1
+        # As in the lowering of ep_dispatch.
+        or params["num_tokens"] == 0
+    ):
         plain = functools.partial(_in_two_steps, num_grouped=num_grouped, **params)
         return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
     # num_recv serves the transpose only.
@@ -186,7 +190,7 @@ def _transpose(cotangents, *operands, num_grouped, expert_capacity, **params):
         i for i, ct in enumerate(cotangents) if linear[i] and type(ct) is not ad.Zero
     ]
     for i in live:
-        primitives.check_has_gradient(cotangents[i].dtype)
+        primitives.check_gradient(cotangents[i])
     rows = {i: cotangents[i] for i in live}
     grouped = [i for i in live if i < num_grouped]
     if grouped:

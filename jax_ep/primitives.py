@@ -288,13 +288,13 @@ def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     return outputs, result
 
 
-def check_has_gradient(dtype: np.dtype) -> None:
-    """Raises where rows of this dtype cannot come home from dispatch."""
-    if dtype not in SUMMABLE:
+def check_gradient(cotangent: jax.Array) -> None:
+    """Raises TypeError where a dispatched leaf's cotangents have no sum."""
+    if cotangent.dtype not in SUMMABLE:
         raise TypeError(
-            f"jax_ep.dispatch: a leaf of dtype {dtype} has no gradient: combine "
-            "cannot sum it; dispatch a wider dtype, or say with jax.custom_vjp "
-            "what the gradient is"
+            f"jax_ep.dispatch: a leaf of dtype {cotangent.dtype} has no gradient: "
+            "combine cannot sum it; dispatch a wider dtype, or say with "
+            "jax.custom_vjp what the gradient is"
         )
 
 
@@ -312,7 +312,7 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
         to = other()
         for i in live:
             if to is combine_p:
-                check_has_gradient(cotangents[i].dtype)
+                check_gradient(cotangents[i])
         moved = to.bind(
             *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
         )

@@ -58,9 +58,9 @@ def both(grouped, others, plan):
 
 @functools.cache
 def program(comm, num_experts, capacity, alignment, expert_capacity=None):
-    """(topk_idx, grouped, others) -> (fused, in two steps)."""
+    """(topk_idx, grouped, others, number) -> (fused, in two steps), number."""
 
-    def body(comm, topk_idx, grouped, others):
+    def body(comm, topk_idx, grouped, others, number):
         plan = jax_ep.make_plan(
             topk_idx,
             comm=comm,
@@ -69,7 +69,7 @@ def program(comm, num_experts, capacity, alignment, expert_capacity=None):
             expert_alignment=alignment,
             expert_capacity=expert_capacity,
         )
-        return both(grouped, others, plan)
+        return both(grouped, others, plan), number
 
     return harness.Program(body, comm)
 
@@ -90,7 +90,9 @@ def assert_right(backend, routing, alignment, grouped, others, expert_capacity=N
         alignment,
         expert_capacity,
     )
-    fused, in_two_steps = run(routing.topk_idx, grouped, others)
+    # Without tokens XLA would be left with no operand, and fail.
+    number = np.zeros((ranks, 1), np.float32)
+    (fused, in_two_steps), _ = run(routing.topk_idx, grouped, others, number)
     right = oracle.plan(
         routing.topk_idx, routing.num_experts, routing.capacity, alignment
     )
