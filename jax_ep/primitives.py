@@ -198,8 +198,17 @@ def _ffi_call(
     )
 
 
+def _is_plain(comm: Communicator, num_tokens: int) -> bool:
+    """Whether a call is lowered to plain JAX.
+
+    T is the same on all ranks. Where it is 0 nobody has to ask the others, and
+    XLA's GPU compiler does not survive an empty result beside others.
+    """
+    return comm.backend == "xla" or num_tokens == 0
+
+
 def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
-    if comm.backend == "xla":
+    if _is_plain(comm, ctx.avals_in[0].shape[0]):
         xla_plan = functools.partial(
             xla_backend.plan,
             axis_name=comm.axis_name,
@@ -231,8 +240,8 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
     return results[: len(_PLAN_FIELDS)]
 
 
-def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
-    if comm.backend == "xla":
+def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
+    if _is_plain(comm, num_tokens):
         xla_dispatch = functools.partial(
             xla_backend.dispatch,
             axis_name=comm.axis_name,
@@ -252,7 +261,7 @@ def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
 
 
 def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
-    if comm.backend == "xla":
+    if _is_plain(comm, num_tokens):
         xla_combine = functools.partial(
             xla_backend.combine,
             axis_name=comm.axis_name,

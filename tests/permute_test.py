@@ -634,7 +634,6 @@ S = expert_oracle.worst_case(9, TOP_K, -(-EXPERTS // RANKS), 1)
             "the gradient is",
         ),
     ],
-    ids=str,
 )
 def test_bad_rows(body, error, message):
     with pytest.raises(error) as info:
