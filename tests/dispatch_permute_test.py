@@ -158,6 +158,57 @@ def test_many_tokens_of_wide_rows(backend):
     assert_right(backend, few, 1, leaves_of(shapes, RANKS, 40), {})
 
 
+@harness.on_each_backend
+def test_late_ranks(backend):
+    """One rank's rows come late: on GPUs blocks that wait for them give up."""
+    ids = cases.log_normal(RANKS, 300, 4, 8 * RANKS).astype(np.int32)
+    grouped = leaves_of(GROUPED, RANKS, 300)
+    others = leaves_of(OTHERS, RANKS, 300)
+    rounds = 400 if harness.ON_GPU else 20
+    zero = np.zeros(RANKS, np.int32)
+
+    def body(comm, topk_idx, grouped, others, late, zero):
+        def step(_, late):
+            plan = jax_ep.make_plan(topk_idx, comm=comm, num_experts=8 * RANKS)
+            x = harness.delayed(grouped["bfloat16[136]"], late, zero)
+            return None, both(grouped | {"bfloat16[136]": x}, others, plan)
+
+        return lax.scan(step, None, late)[1]
+
+    late = np.array(
+        [
+            [rounds * (step % RANKS == rank) for step in range(2 * RANKS)]
+            for rank in range(RANKS)
+        ],
+        np.int32,
+    )
+    comm = harness.communicator(backend, RANKS)
+    fused, in_two_steps = harness.run(body, comm, ids, grouped, others, late, zero)
+    jax.tree.map(
+        lambda got, want: payloads.assert_same_rows(got, want, "fused"),
+        fused,
+        in_two_steps,
+    )
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("sms", [1, 2, 24, 3000])
+def test_any_number_of_multiprocessors(sms):
+    """From one mover to the most that there are."""
+    ids = cases.log_normal(RANKS, 700, 4, 8 * RANKS).astype(np.int32)
+    table = {"wide": ((2056,), ml_dtypes.bfloat16), "odd": ((33,), np.uint8)}
+    grouped = leaves_of(table, RANKS, 700)
+    mesh = harness.mesh(RANKS)
+    with jax_ep.Communicator(mesh, "ep", backend="cuda", num_sms=sms) as comm:
+        run = program(comm, 8 * RANKS, 500 * RANKS, 8)
+        number = np.zeros((RANKS, 1), np.float32)
+        for others in (leaves_of(OTHERS, RANKS, 700), {}):
+            (fused, in_two_steps), _ = run(ids, grouped, others, number)
+            for got, want in zip(fused, in_two_steps, strict=True):
+                for name in want:
+                    payloads.assert_same_rows(got[name], want[name], name)
+
+
 DTYPES = (
     *("bool", "int4", "uint4", "int8", "int16", "int32", "uint8", "uint32"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
