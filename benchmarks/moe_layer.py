@@ -162,7 +162,7 @@ class Benchmark:
             columns = {"operation": 44, "us": 10, "p95": 10, "of two steps": 12}
             self.report.head(columns)
             two_steps: dict[bool, float] = {}
-            for name, chain, weighted in fused.lines():
+            for name, chain, weighted in fused.lines(with_weights=workload is w):
                 stats = self._measure(name, lambda chain=chain: chain)
                 if stats is None:
                     continue
@@ -549,7 +549,7 @@ class Fused:
             links=2,
         )
 
-    def lines(self):
+    def lines(self, with_weights: bool):
         """(name, chain, whether the router's weights travel along)."""
         x, rows, weights = self.inputs.tokens, self.inputs.rows, self.weights
         yield (
@@ -565,6 +565,8 @@ class Fused:
                 ("expert_rows, dispatch_permute", self._one_step),
             ):
                 yield name + more, self._chain(name, move, *leaves), bool(more)
+            if not with_weights:
+                break
 
 
 def fp8_lines(inputs: Inputs, comm: jax_ep.Communicator):
