@@ -64,14 +64,14 @@ class Stopwatch:
         self._costs: dict[str | None, tuple[float, float]] = {}
 
     def measure(self, chain: Chain, slow: bool) -> Stats:
-        """One repetition, its link taken off."""
+        """One repetition, its links taken off."""
         base_s, link_us = self._cost(chain)
         delay = self._on_gpu and not slow
         budget = self._budget(slow)
         stats = timing.measure(
             self._mesh, chain, budget, delay=delay, base_s=base_s * delay
         )
-        return stats.less(link_us)
+        return stats.less(link_us * chain.links)
 
     def _budget(self, slow: bool) -> Budget:
         if slow:

@@ -71,6 +71,7 @@ class Chain:
         fences before it fuses: so the result is carried through a loop, whose
         arrays are whole.
       max_length: longest chain that keeps the numbers finite.
+      links: how many arrays like `linked` a relink writes into.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Chain:
     linked: jax.Array | None = None
     opaque: bool = True
     max_length: int = 128
+    links: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/device/bulk.cuh"
+#include "cc/device/bulk_mover.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -24,8 +25,6 @@
 
 namespace jax_ep {
 namespace {
-
-constexpr int kBulkWarps = 4;
 
 // Which rows this block moves, and its number among the blocks that do so.
 struct Role {
@@ -94,87 +93,6 @@ __device__ void MovePlain(const DispatchParams& params, const Role& role,
 }
 
 #if JAX_EP_HAS_BULK
-
-constexpr int kStageBytes = 8192;
-constexpr int kStages = kBulkSharedBytes / kBulkWarps / kStageBytes;
-// Loads that a bulk warp has in flight; the other stages are being stored.
-constexpr int kLoads = kStages / 2;
-
-// A piece of a row in shared memory and where it goes.
-struct Stage {
-  uint64_t targets[kWarpSize];
-  uint32_t mask;
-  uint32_t bytes;
-  uint64_t loaded;  // mbarrier
-};
-
-// One warp's ring of stages. Pieces are loaded in turn and stored kLoads turns
-// later; lane 0 asks for all copies.
-class BulkMover {
- public:
-  __device__ BulkMover(Stage* stages, std::byte* bytes)
-      : stages_(stages), bytes_(bytes), lane_(threadIdx.x % kWarpSize) {
-    if (lane_ == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        bulk::InitBarrier(&stages_[i].loaded, 1);
-      }
-      bulk::FenceBarrierInit();
-    }
-    // Peers' buffers were acquired as ordinary memory.
-    bulk::FenceProxy();
-    __syncwarp();
-  }
-
-  // Moves `bytes` from `in` to the rows of all lanes in `mask`.
-  __device__ void Move(const std::byte* in, uint32_t bytes, uint64_t target,
-                       uint32_t mask) {
-    Stage& stage = stages_[turn_ % kStages];
-    if (lane_ == 0) {
-      // The piece that was here kStages turns ago has left shared memory.
-      bulk::WaitStoresRead<kStages - kLoads - 1>();
-      stage.mask = mask;
-      stage.bytes = bytes;
-      bulk::ArriveExpecting(&stage.loaded, bytes);
-      bulk::Load(bytes_ + turn_ % kStages * kStageBytes, in, bytes,
-                 &stage.loaded);
-    }
-    stage.targets[lane_] = target;
-    __syncwarp();
-    if (turn_ >= kLoads) StorePiece(turn_ - kLoads);
-    ++turn_;
-  }
-
-  // Stores what is left and waits until all rows have landed.
-  __device__ void Finish() {
-    for (uint32_t t = turn_ < kLoads ? 0 : turn_ - kLoads; t < turn_; ++t) {
-      StorePiece(t);
-    }
-    if (lane_ == 0) {
-      bulk::WaitStores();
-      bulk::FenceProxy();
-    }
-    __syncwarp();
-  }
-
- private:
-  __device__ void StorePiece(uint32_t turn) {
-    if (lane_ == 0) {
-      Stage& stage = stages_[turn % kStages];
-      bulk::WaitBarrier(&stage.loaded, turn / kStages & 1);
-      for (uint32_t left = stage.mask; left != 0; left &= left - 1) {
-        bulk::Store(reinterpret_cast<void*>(stage.targets[__ffs(left) - 1]),
-                    bytes_ + turn % kStages * kStageBytes, stage.bytes);
-      }
-      bulk::CommitStores();
-    }
-    __syncwarp();
-  }
-
-  Stage* stages_;
-  std::byte* bytes_;
-  int32_t lane_;
-  uint32_t turn_ = 0;
-};
 
 __device__ void MoveBulk(const DispatchParams& params, const Role& role,
                          std::byte* const* outputs, uint32_t bulk_leaves,

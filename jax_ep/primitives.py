@@ -304,6 +304,16 @@ def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     return outputs, result
 
 
+def check_gradient(cotangent: jax.Array) -> None:
+    """Raises TypeError where a dispatched leaf's cotangents have no sum."""
+    if cotangent.dtype not in SUMMABLE:
+        raise TypeError(
+            f"jax_ep.dispatch: a leaf of dtype {cotangent.dtype} has no gradient: "
+            "combine cannot sum it; dispatch a wider dtype, or say with "
+            "jax.custom_vjp what the gradient is"
+        )
+
+
 def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
     leaves = operands[_NUM_ROUTING:]
     result: list[Any] = [
@@ -317,13 +327,8 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
     if live:
         to = other()
         for i in live:
-            if to is combine_p and cotangents[i].dtype not in SUMMABLE:
-                raise TypeError(
-                    "jax_ep.dispatch: a leaf of dtype "
-                    f"{cotangents[i].dtype} has no gradient: combine cannot sum "
-                    "it; dispatch a wider dtype, or say with jax.custom_vjp what "
-                    "the gradient is"
-                )
+            if to is combine_p:
+                check_gradient(cotangents[i])
         moved = to.bind(
             *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
         )

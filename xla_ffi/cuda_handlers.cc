@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "xla_ffi/element.h"
@@ -172,6 +173,59 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   return Launched("combine", LaunchCombine(*params, stream));
 }
 
+// Operands: N leaves [T, ...]. Results: G leaves [S, ...] and N - G leaves
+// [C, ...]; then scratch, [C, ...] for each of the first G and the workspace.
+ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
+                           cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                           ffi::BufferR1<ffi::S32> recv_counts,
+                           ffi::BufferR1<ffi::S32> recv_src,
+                           ffi::BufferR2<ffi::S32> expert_rows,
+                           ffi::BufferR2<ffi::S32> empty_ranges,
+                           ffi::RemainingArgs in, ffi::RemainingRets out) {
+  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal);
+  if (op.has_error()) return op.error();
+  const size_t leaves = in.size();
+  if (leaves >= kMaxLeaves || out.size() <= leaves ||
+      out.size() > 2 * leaves + 1) {
+    return Invalid("jax_ep: too many leaves in one call");
+  }
+  const size_t grouped = out.size() - leaves - 1;
+  DispatchPermuteParams params = {};
+  params.rows.op = *op;
+  params.rows.routes_per_token = static_cast<int32_t>(routes.dimensions()[1]);
+  params.rows.num_leaves = static_cast<int32_t>(leaves);
+  params.rows.num_tokens = routes.dimensions()[0];
+  params.rows.capacity = recv_src.dimensions()[0];
+  params.rows.routes = routes.typed_data();
+  params.num_grouped = static_cast<int32_t>(grouped);
+  params.top_k = static_cast<int32_t>(expert_rows.dimensions()[1]);
+  params.num_ranges = static_cast<int32_t>(empty_ranges.dimensions()[0]);
+  params.recv_counts = recv_counts.typed_data();
+  params.recv_src = recv_src.typed_data();
+  params.expert_rows = expert_rows.typed_data();
+  params.empty_ranges = empty_ranges.typed_data();
+  params.workspace = static_cast<uint64_t*>(
+      (**out.get<ffi::AnyBuffer>(out.size() - 1)).untyped_data());
+  for (size_t i = 0; i < leaves; ++i) {
+    const bool is_grouped = i < grouped;
+    const ffi::AnyBuffer landing =
+        **out.get<ffi::AnyBuffer>(is_grouped ? leaves + i : i);
+    params.rows.leaves[i] = {
+        .in = static_cast<const std::byte*>(
+            in.get<ffi::AnyBuffer>(i)->untyped_data()),
+        .out = static_cast<std::byte*>(landing.untyped_data()),
+        .row_bytes =
+            static_cast<int64_t>(landing.size_bytes()) / params.rows.capacity,
+        .element = Element::kNone,
+    };
+    if (is_grouped) {
+      params.grouped[i] = static_cast<std::byte*>(
+          (**out.get<ffi::AnyBuffer>(i)).untyped_data());
+    }
+  }
+  return Launched("dispatch_permute", LaunchDispatchPermute(params, stream));
+}
+
 }  // namespace
 
 int64_t NumHandlerCalls() {
@@ -218,5 +272,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpDispatchPermute, DispatchPermute,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::State<CudaCallSite>>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+        .Arg<ffi::BufferR1<ffi::S32>>()  // recv_counts
+        .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+        .Arg<ffi::BufferR2<ffi::S32>>()  // expert_rows
+        .Arg<ffi::BufferR2<ffi::S32>>()  // empty_ranges
+        .RemainingArgs()
+        .RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

@@ -32,6 +32,8 @@ nb::dict Handlers() {
   handlers["jax_ep_plan"] = Handler(EpInstantiate, EpPlan);
   handlers["jax_ep_dispatch"] = Handler(EpInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
+  handlers["jax_ep_dispatch_permute"] =
+      Handler(EpInstantiate, EpDispatchPermute);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);

@@ -48,6 +48,19 @@ __device__ __forceinline__ uint32_t IncrementAcqRelGpu(uint32_t* p,
   return old;
 }
 
+// The same two between the warps of a block, through shared memory.
+__device__ __forceinline__ uint32_t LoadAcquireCta(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreReleaseCta(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 // Nanoseconds, the same clock on all multiprocessors of a GPU.
 __device__ __forceinline__ uint64_t GlobalTimer() {
   uint64_t now;
