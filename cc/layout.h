@@ -21,6 +21,12 @@ inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
 inline constexpr int kMaxLeaves = 16;
+// Pieces of memory that a rank can share with other processes: the arenas in
+// which XLA's buffers lie.
+inline constexpr int kMaxRegions = 8;
+// Set in a published address that lies in no such piece: ranks of other
+// processes cannot reach it. No address has this bit.
+inline constexpr uint64_t kNotExported = uint64_t{1} << 63;
 
 // Experts that a rank owns at most: expert e lives on rank e / that number.
 JAX_EP_HOST_DEVICE constexpr int32_t LocalExperts(int32_t num_experts,
