@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, native, peer_memory
+from jax_ep import bootstrap, gpu_memory, native, peer_memory
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -133,9 +133,9 @@ def check_gpus(report: Report) -> None:
     """Driver, GPUs, and which of them reach each other."""
     report.section("GPUs")
     try:
-        driver = peer_memory._driver()
-        version = peer_memory._call(driver.cuDriverGetVersion)
-        count = peer_memory._call(driver.cuDeviceGetCount)
+        driver = gpu_memory.driver()
+        version = gpu_memory.call(driver.cuDriverGetVersion)
+        count = gpu_memory.call(driver.cuDeviceGetCount)
     except (ImportError, RuntimeError) as error:
         report.problem(
             f"the CUDA driver cannot be asked: {error}",
@@ -144,7 +144,7 @@ def check_gpus(report: Report) -> None:
         )
         return
     report.fact("CUDA of the driver", f"{version // 1000}.{version % 1000 // 10}")
-    devices = [peer_memory._call(driver.cuDeviceGet, i) for i in range(count)]
+    devices = [gpu_memory.call(driver.cuDeviceGet, i) for i in range(count)]
     for ordinal, device in enumerate(devices):
         report.fact(f"GPU {ordinal}", _gpu(driver, device))
     pairs = list(itertools.permutations(range(count), 2))
@@ -165,9 +165,9 @@ def _gpu(driver: Any, device: Any) -> str:
 
     def ask(name: str) -> int:
         wanted = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return peer_memory._call(driver.cuDeviceGetAttribute, wanted, device)
+        return gpu_memory.call(driver.cuDeviceGetAttribute, wanted, device)
 
-    name = peer_memory._call(driver.cuDeviceGetName, 96, device)
+    name = gpu_memory.call(driver.cuDeviceGetName, 96, device)
     name = name.split(b"\0")[0].decode()
     exports = ask("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
     return (

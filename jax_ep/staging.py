@@ -67,7 +67,6 @@ def set_up_host(
     with contextlib.ExitStack() as stack:
         exchange = None
         if processes is not None and links is not None:
-            stack.callback(links.close)
             size, least = module.staging_size(staging_bytes, num_channels, len(members))
             if size == 0:
                 raise ValueError(

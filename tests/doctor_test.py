@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jax_ep import doctor, native, peer_memory
+from jax_ep import doctor, gpu_memory, native
 
 
 class Names:
@@ -65,7 +65,7 @@ def examine(check, *args, **kwargs):
 
 
 def gpus(monkeypatch, driver):
-    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu_memory, "driver", lambda: driver)
     return examine(doctor.check_gpus)
 
 
@@ -132,7 +132,7 @@ def test_no_cuda_bindings(monkeypatch):
     def missing():
         raise ImportError("no cuda-python")
 
-    monkeypatch.setattr(peer_memory, "_driver", missing)
+    monkeypatch.setattr(gpu_memory, "driver", missing)
     report, _ = examine(doctor.check_gpus)
     ((what, remedy),) = report.problems
     assert what == "the CUDA driver cannot be asked: no cuda-python"
