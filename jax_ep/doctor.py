@@ -160,6 +160,32 @@ def check_gpus(report: Report) -> None:
         report.fact("peer access", "between all pairs, with atomic operations")
 
 
+def check_arenas(report: Report, devices: list[jax.Device]) -> None:
+    """Whether other processes can store straight into JAX's memory."""
+    report.section("JAX's memory, for several processes")
+    for device in devices:
+        try:
+            driver = gpu_memory.driver()
+            gpu = gpu_memory.call(driver.cuDeviceGet, device.local_hardware_id)
+            context = gpu_memory.call(driver.cuDevicePrimaryCtxRetain, gpu)
+            arenas = gpu_memory.arenas(driver, device, context)
+            with gpu_memory.Current(driver, context):
+                sizes = [
+                    size for at, size in arenas if gpu_memory.exportable(driver, at)
+                ]
+        except (ImportError, RuntimeError) as error:
+            report.fact(str(device), f"cannot be asked about: {error}")
+            continue
+        if sizes:
+            meaning = f"{sum(sizes) / 2**30:.1f} GiB exported: rows go straight"
+        else:
+            meaning = (
+                "cannot be exported: rows are staged, which is slower; JAX's default "
+                "allocator with preallocation can"
+            )
+        report.fact(str(device), meaning)
+
+
 def _gpu(driver: Any, device: Any) -> str:
     attribute = driver.CUdevice_attribute
 
@@ -297,6 +323,8 @@ def main(argv: list[str] | None = None, write: Callable[[str], Any] = print) -> 
     check_host(report)
     if gpus or driver_there:
         check_gpus(report)
+    if gpus:
+        check_arenas(report, devices)
     if not skip:
         check_operations(report, devices)
     return report.conclude()
