@@ -46,7 +46,7 @@ class Communicator:
         *,
         backend: str | None = None,
         num_sms: int | None = None,
-        num_channels: int = 2,
+        num_channels: int | None = None,
         staging_bytes: int = 16 << 20,
         timeout_s: float = 30.0,
     ):
@@ -60,10 +60,10 @@ class Communicator:
             why it fell back.
           num_sms: multiprocessors that one CUDA operation uses. Default: what
             fills the link, see docs/design.md.
-          num_channels: how many exchange staged rows with other processes of the
-            host: on CPU threads of this process, on a GPU pairs of blocks. Rows
-            inside a process, and rows between GPUs into whose memory the others
-            store, need none.
+          num_channels: what exchanges staged rows with other processes of the
+            host: on CPU threads of this process (default 2), on a GPU blocks of
+            a kernel, at most num_sms (default: as many). Rows inside a process,
+            and rows between GPUs into whose memory the others store, need none.
           staging_bytes: shared memory through which other processes send rows
             to this one, on GPUs through which other ranks send them to each rank
             of this one; all channels and peers together. Rows of any size and
@@ -253,16 +253,17 @@ class Communicator:
                 f"{where}: axis {axis_name!r} must have at most "
                 f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
             )
-        if self._num_sms is not None and not _is_count(self._num_sms):
-            raise ValueError(
-                f"{where}: num_sms must be an integer >= 1 or None, found "
-                f"{self._num_sms!r}"
-            )
-        for name in ("num_channels", "staging_bytes"):
-            if not _is_count(value := getattr(self, f"_{name}")):
+        for name in ("num_sms", "num_channels"):
+            value = getattr(self, f"_{name}")
+            if value is not None and not _is_count(value):
                 raise ValueError(
-                    f"{where}: {name} must be an integer >= 1, found {value!r}"
+                    f"{where}: {name} must be an integer >= 1 or None, found {value!r}"
                 )
+        if not _is_count(self._staging_bytes):
+            raise ValueError(
+                f"{where}: staging_bytes must be an integer >= 1, found "
+                f"{self._staging_bytes!r}"
+            )
         timeout_s = self.timeout_s
         if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
             raise ValueError(

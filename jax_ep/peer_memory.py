@@ -202,7 +202,7 @@ def set_up_cuda(
     *,
     num_sms: int | None,
     timeout_s: float,
-    num_channels: int,
+    num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
     links: bootstrap.Links | None,
@@ -216,10 +216,10 @@ def set_up_cuda(
       CannotWork: the self-test failed, or memory cannot be shared.
       RuntimeError: a call of the driver failed.
     """
-    set_up = _SetUp(groups, num_channels, staging_bytes, processes, links)
+    set_up = _SetUp(groups, num_sms or 0, staging_bytes, processes, links)
     try:
-        set_up.run()
-        return set_up.hand_over(identity, num_sms, timeout_s)
+        set_up.run(num_channels)
+        return set_up.hand_over(identity, timeout_s)
     except BaseException:
         set_up.holdings.release()
         raise
@@ -232,10 +232,11 @@ class _SetUp:
       holdings: memory until the native side takes it.
     """
 
-    def __init__(self, groups, num_channels, staging_bytes, processes, links):
+    def __init__(self, groups, num_sms, staging_bytes, processes, links):
         self.groups: _Groups = groups
         self.num_ranks = len(groups[0])
-        self.num_channels: int = num_channels
+        self.num_sms: int = num_sms
+        self.num_channels = 0
         self.staging_bytes: int = staging_bytes
         self.processes: bootstrap.Processes | None = processes
         self.links: bootstrap.Links | None = links
@@ -262,13 +263,13 @@ class _SetUp:
     # In one process it raises where something fails; between processes it keeps
     # step with the others and all raise the same.
 
-    def run(self) -> None:
-        staging = self._staging_size()
+    def run(self, num_channels: int | None) -> None:
         if self.processes is None:
             self._test_and_connect()
             self._allocate()
             self._place_ranks()
             return
+        staging = self._choose_channels(num_channels)
         mine: dict[_Piece, int] = {}
         try:
             with _Told() as told:
@@ -288,10 +289,19 @@ class _SetUp:
             self._place_ranks()
         self._agree("tables of GPU memory", told.problem)
 
-    def _staging_size(self) -> int:
-        size, least = self.module.staging_size(
-            self.staging_bytes, self.num_channels, self.num_ranks
-        )
+    def _choose_channels(self, asked_for: int | None) -> int:
+        """Sets num_channels, equal on all processes; returns a rank's staging size.
+
+        A channel is a block of each rank's kernels.
+        """
+        assert self.processes is not None
+        blocks = [self.module.num_sms(o, self.num_sms) for o in self.contexts]
+        most = min(self.processes.gather("blocks", min(blocks)).values())
+        if asked_for is None:
+            _, least = self._staging_size(1)
+            asked_for = max(1, self.staging_bytes // least)
+        self.num_channels = min(asked_for, most)
+        size, least = self._staging_size(self.num_channels)
         if size == 0 and any(map(self._is_split, self.groups)):
             raise ValueError(
                 f"jax_ep.Communicator: staging_bytes must be >= {least} for "
@@ -299,6 +309,12 @@ class _SetUp:
                 f"{self.staging_bytes}"
             )
         return size
+
+    def _staging_size(self, num_channels: int) -> tuple[int, int]:
+        """Bytes of a rank's staging memory, 0: too few; the least staging_bytes."""
+        return self.module.staging_size(
+            self.staging_bytes, num_channels, self.num_ranks
+        )
 
     @staticmethod
     def _is_split(group: list[jax.Device]) -> bool:
@@ -461,9 +477,7 @@ class _SetUp:
     def _check_proof(self, piece: _Piece) -> None:
         """Every GPU here has to read what the maker's GPU wrote."""
         proof = bytes.fromhex(piece.proof)
-        size, _ = self.module.staging_size(
-            self.staging_bytes, self.num_channels, self.num_ranks
-        )
+        size, _ = self._staging_size(self.num_channels)
         at = self.imported[piece] + self.module.control_bytes(self.num_ranks) + size
         for ordinal in self._ordinals(piece.group):
             if self.holdings.read(ordinal, at, len(proof)) != proof:
@@ -488,13 +502,13 @@ class _SetUp:
 
     # The native side
 
-    def hand_over(self, identity: int, num_sms, timeout_s: float) -> CudaMemory:
+    def hand_over(self, identity: int, timeout_s: float) -> CudaMemory:
         """Registers the communicator, which owns the memory from then on."""
         self.module.create_communicator(
             identity,
             self.module.CommunicatorArguments(
                 num_ranks=self.num_ranks,
-                num_sms=num_sms or 0,
+                num_sms=self.num_sms,
                 timeout_s=timeout_s,
                 num_channels=self.num_channels,
                 staging_bytes=self.staging_bytes,

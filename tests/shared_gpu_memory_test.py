@@ -270,6 +270,7 @@ class Module:
 
     def __init__(self):
         self.problem = ""
+        self.default_sms = 24
         self.created = None
         self.released = []
 
@@ -280,7 +281,11 @@ class Module:
         return CONTROL
 
     def staging_size(self, staging_bytes, num_channels, num_ranks):
-        return STAGING if staging_bytes >= 1024 else 0, 1024
+        least = 1024 * num_channels
+        return STAGING if staging_bytes >= least else 0, least
+
+    def num_sms(self, ordinal, asked_for):
+        return asked_for or self.default_sms
 
     def create_communicator(self, identity, arguments):
         self.created = arguments
@@ -317,16 +322,18 @@ class Job:
         self._number = next(_numbers)
         self._store = Store()
 
-    def run(self, staging_bytes=STAGING, timeout_s=5.0):
+    def run(self, staging_bytes=STAGING, timeout_s=5.0, num_channels=2):
         """What set_up_cuda gave or raised in each process."""
         with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as threads:
             running = [
-                threads.submit(self._set_up, process, staging_bytes, timeout_s)
+                threads.submit(
+                    self._set_up, process, staging_bytes, timeout_s, num_channels
+                )
                 for process in self.processes
             ]
             return [one.exception() or one.result() for one in running]
 
-    def _set_up(self, process, staging_bytes, timeout_s):
+    def _set_up(self, process, staging_bytes, timeout_s, num_channels):
         _here.process = process
         members = range(len(self.processes))
         peers = bootstrap.Processes(
@@ -345,7 +352,7 @@ class Job:
                 self.groups,
                 num_sms=None,
                 timeout_s=timeout_s,
-                num_channels=2,
+                num_channels=num_channels,
                 staging_bytes=staging_bytes,
                 processes=peers,
                 links=links,
@@ -583,7 +590,18 @@ def test_staging_memory_has_a_least_size():
     job = Job(["00:1"], ["00:2"])
     for error in job.run(staging_bytes=100):
         assert isinstance(error, ValueError)
-        assert "staging_bytes must be >= 1024 for 2 channels and 2 ranks" in str(error)
+        assert "staging_bytes must be >= 2048 for 2 channels and 2 ranks" in str(error)
+    close(job)
+
+
+@pytest.mark.parametrize(("asked_for", "channels"), [(None, 4), (3, 3), (99, 16)])
+def test_channels_are_blocks_of_every_rank(asked_for, channels):
+    """By default as many as there are blocks and staging memory for."""
+    job = Job(["00:1"], ["00:2"])
+    job.processes[0].module.default_sms = 16
+    job.run(num_channels=asked_for, staging_bytes=4 * 1024 + (asked_for or 0) * 9999)
+    made = [process.module.created for process in job.processes]
+    assert [one.num_channels for one in made] == [channels] * 2
     close(job)
 
 

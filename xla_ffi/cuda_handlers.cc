@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "cc/current_device.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "xla_ffi/element.h"
@@ -21,17 +22,6 @@ ffi::TypeId CudaCallSite::id = {};
 const XLA_FFI_TypeInfo kCudaCallSiteInfo = ffi::MakeTypeInfo<CudaCallSite>();
 
 namespace {
-
-// A function of the driver, found when it is needed: the module loads where
-// there is no driver.
-template <typename Function>
-Function* DriverFunction(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      name, &found, 12000, cudaEnableDefault, &result);
-  return status == cudaSuccess ? reinterpret_cast<Function*>(found) : nullptr;
-}
 
 void Unmap(const std::vector<CudaCommunicator::Range>& mapped) {
   static auto* const unmap =
@@ -50,9 +40,10 @@ void Unmap(const std::vector<CudaCommunicator::Range>& mapped) {
 }  // namespace
 
 CudaCommunicator::~CudaCommunicator() {
+  if (views.empty()) return;
+  const OnDevice current(views.begin()->first);
   // At the end of the process the driver may be gone; then so is the memory.
-  int device;
-  if (cudaGetDevice(&device) != cudaSuccess) return;
+  if (current.status() != cudaSuccess) return;
   if (!mapped.empty()) {
     // No kernel of this process may still poll or store where something was
     // mapped. Those of other processes have mappings of their own, and the
@@ -61,7 +52,6 @@ CudaCommunicator::~CudaCommunicator() {
       if (cudaSetDevice(ordinal) == cudaSuccess) cudaDeviceSynchronize();
     }
     Unmap(mapped);
-    cudaSetDevice(device);
   }
   // Waits for the device as well.
   for (uint64_t address : allocated) {
@@ -147,6 +137,8 @@ bool IsExported(const CudaCallSite& site, int32_t ordinal, const void* buffer,
 // The operation of `site` on the device with this ordinal.
 ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
   num_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  // XLA's ordinal among the GPUs that this process sees, as set-up has it from
+  // JAX's local_hardware_id.
   const auto view = site.communicator->views.find(ordinal);
   if (view == site.communicator->views.end()) {
     return ffi::Unexpected(Invalid("jax_ep: GPU " + std::to_string(ordinal) +

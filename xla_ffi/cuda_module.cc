@@ -45,9 +45,11 @@ nb::dict Types() {
   return types;
 }
 
-// A fixed share of the multiprocessors: 24 of an H200's 132 fill its link and
+// Multiprocessors that an operation uses; asked_for is 0 where nobody asked.
+// Then a fixed share: 24 of an H200's 132 fill its link and
 // leave the rest to the experts.
-int32_t DefaultSms(int32_t ordinal) {
+int32_t NumSms(int32_t ordinal, int32_t asked_for) {
+  if (asked_for > 0) return asked_for;
   int count = 0;
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ordinal);
   return std::max(1, count * 2 / 11);
@@ -94,7 +96,7 @@ PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
   PeerView view = {};
   view.rank = place.rank;
   view.num_ranks = from.num_ranks;
-  view.num_sms = from.num_sms > 0 ? from.num_sms : DefaultSms(place.ordinal);
+  view.num_sms = NumSms(place.ordinal, from.num_sms);
   view.has_bulk = HasBulk(place.ordinal);
   view.timeout_ns = static_cast<uint64_t>(from.timeout_s * 1e9);
   for (int32_t peer = 0; peer < from.num_ranks; ++peer) {
@@ -146,6 +148,7 @@ NB_MODULE(_cuda, m) {
   m.attr("max_regions") = kMaxRegions;
   m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
         nb::arg("num_channels"), nb::arg("num_ranks"));
+  m.def("num_sms", &NumSms, nb::arg("ordinal"), nb::arg("asked_for"));
   m.def("begin_program", &ControlSlots::BeginProgram);
   nb::class_<Place>(m, "Place")
       .def(nb::init<int32_t, int32_t, std::vector<uint64_t>, uint64_t, uint64_t,
