@@ -230,7 +230,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   if (blockIdx.x == 0) {
     __shared__ std::byte* own[kMaxLeaves];
     if (threadIdx.x < params.num_leaves) {
-      own[threadIdx.x] = const_cast<std::byte*>(params.leaves[threadIdx.x].in);
+      const Leaf& leaf = params.leaves[threadIdx.x];
+      own[threadIdx.x] = Published(control, leaf.in, leaf.exported);
     }
     __syncthreads();
     PublishReady(control, own, params.num_leaves);

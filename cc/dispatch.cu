@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   if (blockIdx.x == 0) {
     __shared__ std::byte* own[kMaxLeaves];
     if (threadIdx.x < params.num_leaves) {
-      own[threadIdx.x] = params.leaves[threadIdx.x].out;
+      const Leaf& leaf = params.leaves[threadIdx.x];
+      own[threadIdx.x] = Published(control, leaf.out, leaf.exported);
     }
     __syncthreads();
     PublishReady(control, own, params.num_leaves);

@@ -21,6 +21,12 @@ inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
 inline constexpr int kMaxLeaves = 16;
+// Pieces of memory that a rank can share with other processes: the arenas in
+// which XLA's buffers lie.
+inline constexpr int kMaxRegions = 8;
+// Set in a published address that lies in no such piece: ranks of other
+// processes cannot reach it. No address has this bit.
+inline constexpr uint64_t kNotExported = uint64_t{1} << 63;
 
 // Experts that a rank owns at most: expert e lives on rank e / that number.
 JAX_EP_HOST_DEVICE constexpr int32_t LocalExperts(int32_t num_experts,
@@ -47,7 +53,7 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
 //   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
-//             its channel, then both halves of each of its addresses
+//             its tag, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 struct ControlLayout {

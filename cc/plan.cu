@@ -347,10 +347,11 @@ __global__ void __launch_bounds__(kPlanThreads)
       params.workspace[i] = 0;
     }
     if (threadIdx.x == 0) {
-      scratch.own[kRecvTopkIdx] =
-          reinterpret_cast<std::byte*>(params.recv_topk_idx);
-      scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
-      scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
+      int32_t* const own[] = {params.recv_topk_idx, params.recv_src,
+                              params.workspace};
+      for (int32_t i = 0; i < kNumAddresses; ++i) {
+        scratch.own[i] = Published(control, own[i], params.exported[i]);
+      }
     }
     __syncthreads();
     // Before the counting: the peers' answers travel meanwhile.
