@@ -48,7 +48,7 @@ struct Leaf {
   Element element;
   // Whether other processes can reach the side of the receive buffer: `out` in
   // dispatch, `in` in combine; looked at only where there are other processes.
-  bool exported;
+  bool exported = false;
 };
 
 struct RowParams {
