@@ -53,7 +53,7 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
 //   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
-//             its channel, then both halves of each of its addresses
+//             its tag, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 //   turn      u64, rank 0 says that staging memory is this operation's

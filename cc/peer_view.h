@@ -43,7 +43,10 @@ struct PeerView {
 struct Operation {
   PeerView view;
   int32_t slot;      // control slot, in [0, ControlLayout::kSlots)
-  uint32_t channel;  // for messages, and to tell operations apart
+  uint32_t channel;  // for messages
+  // Equal on all ranks in the same operation: its channel in the low half, a
+  // hash of what else tells operations apart, sizes included, in the high half.
+  uint32_t tag;
 };
 
 }  // namespace jax_ep

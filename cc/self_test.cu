@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/current_device.h"
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
@@ -181,9 +182,8 @@ bool HasBulk(int ordinal) {
 }
 
 std::string SelfTest(int ordinal) {
-  int previous = 0;
-  cudaGetDevice(&previous);
-  cudaError_t status = cudaSetDevice(ordinal);
+  const OnDevice current(ordinal);
+  cudaError_t status = current.status();
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
@@ -207,7 +207,6 @@ std::string SelfTest(int ordinal) {
     }
   }
   if (problem.empty()) problem = RunOnce(ordinal);
-  cudaSetDevice(previous);
   return problem;
 }
 

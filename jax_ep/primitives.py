@@ -185,6 +185,8 @@ def _ffi_call(
     if comm.backend == "cpu":
         # Sites that share a channel are counted from here on.
         native.host().begin_program()
+    elif len(comm.processes) > 1:
+        native.cuda().begin_program()
     return ffi_call(
         ctx,
         target,

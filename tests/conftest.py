@@ -30,9 +30,11 @@ def pytest_configure(config):
         # process_suite.py set JAX up; harness.py may only be imported then.
         import harness
 
-        config.jax_ep_platform = "cpu"
+        on_gpu = jax.default_backend() == "gpu"
+        config.jax_ep_platform = "cuda" if on_gpu else "cpu"
         if config.getoption("--tiny-staging"):
-            peers = jax.process_count() - 1
+            # GPUs stage between ranks, CPUs between processes.
+            peers = (jax.device_count() if on_gpu else jax.process_count()) - 1
             harness.COMMUNICATOR_OPTIONS.update(
                 num_channels=1, staging_bytes=2 * 1024 * peers
             )

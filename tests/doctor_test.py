@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jax_ep import doctor, native, peer_memory
+from jax_ep import doctor, gpu_memory, native
 
 
 class Names:
@@ -53,6 +53,15 @@ class Driver:
     def cuDeviceGetAttribute(self, attribute, device):
         return status(), self.attributes[attribute]
 
+    def cuDevicePrimaryCtxRetain(self, device):
+        return status(), device
+
+    def cuCtxPushCurrent(self, context):
+        return (status(),)
+
+    def cuCtxPopCurrent(self):
+        return status(), None
+
     def cuDeviceGetP2PAttribute(self, attribute, a, b):
         return status(), int((a, b) not in self.missing[attribute])
 
@@ -65,7 +74,7 @@ def examine(check, *args, **kwargs):
 
 
 def gpus(monkeypatch, driver):
-    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu_memory, "driver", lambda: driver)
     return examine(doctor.check_gpus)
 
 
@@ -128,11 +137,32 @@ def test_pairs_out_of_reach_are_named(monkeypatch):
     assert "cannot be exported" in text
 
 
+def test_memory_of_jax(monkeypatch):
+    """GPU 0's is exported in part, GPU 1's not at all, GPU 2 cannot be asked."""
+
+    def arenas(driver, device, context):
+        if device.local_hardware_id == 2:
+            raise RuntimeError("no such GPU")
+        return [(64, 3 << 30), (65, 1 << 30)] if context == 0 else [(66, 1 << 30)]
+
+    monkeypatch.setattr(gpu_memory, "driver", Driver)
+    monkeypatch.setattr(gpu_memory, "arenas", arenas)
+    monkeypatch.setattr(gpu_memory, "exportable", lambda _, at: at == 64)
+    devices = [types.SimpleNamespace(local_hardware_id=i) for i in range(3)]
+    report, text = examine(doctor.check_arenas, devices)
+    assert not report.problems
+    assert [
+        "3.0 GiB exported: rows go straight" in text,
+        "cannot be exported: rows are staged" in text,
+        "cannot be asked about: no such GPU" in text,
+    ] == [True] * 3
+
+
 def test_no_cuda_bindings(monkeypatch):
     def missing():
         raise ImportError("no cuda-python")
 
-    monkeypatch.setattr(peer_memory, "_driver", missing)
+    monkeypatch.setattr(gpu_memory, "driver", missing)
     report, _ = examine(doctor.check_gpus)
     ((what, remedy),) = report.problems
     assert what == "the CUDA driver cannot be asked: no cuda-python"

@@ -1,11 +1,14 @@
 #include "xla_ffi/cuda_handlers.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <utility>
 
+#include "cc/current_device.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "xla_ffi/element.h"
@@ -18,11 +21,41 @@ namespace ffi = xla::ffi;
 ffi::TypeId CudaCallSite::id = {};
 const XLA_FFI_TypeInfo kCudaCallSiteInfo = ffi::MakeTypeInfo<CudaCallSite>();
 
+namespace {
+
+void Unmap(const std::vector<CudaCommunicator::Range>& mapped) {
+  static auto* const unmap =
+      DriverFunction<CUresult(CUdeviceptr, size_t)>("cuMemUnmap");
+  static auto* const free_address =
+      DriverFunction<CUresult(CUdeviceptr, size_t)>("cuMemAddressFree");
+  if (unmap == nullptr || free_address == nullptr) return;
+  for (const CudaCommunicator::Range& range : mapped) {
+    // Addresses that are still mapped must not be given to others.
+    if (unmap(range.begin, range.bytes) == CUDA_SUCCESS) {
+      free_address(range.begin, range.bytes);
+    }
+  }
+}
+
+}  // namespace
+
 CudaCommunicator::~CudaCommunicator() {
-  // cudaFree waits for the device, so no kernel still polls this memory. At the
-  // end of the process the driver may be gone; then so is the memory.
-  for (const auto& [ordinal, view] : views) {
-    cudaFree(view.control[view.rank]);
+  if (views.empty()) return;
+  const OnDevice current(views.begin()->first);
+  // At the end of the process the driver may be gone; then so is the memory.
+  if (current.status() != cudaSuccess) return;
+  if (!mapped.empty()) {
+    // No kernel of this process may still poll or store where something was
+    // mapped. Those of other processes have mappings of their own, and the
+    // physical memory lives as long as the last of them.
+    for (const auto& [ordinal, view] : views) {
+      if (cudaSetDevice(ordinal) == cudaSuccess) cudaDeviceSynchronize();
+    }
+    Unmap(mapped);
+  }
+  // Waits for the device as well.
+  for (uint64_t address : allocated) {
+    cudaFree(reinterpret_cast<void*>(address));
   }
 }
 
@@ -46,24 +79,75 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> Instantiate(
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                                       UnknownCommunicator(*comm, "cuda")));
   }
-  const uint32_t site = communicator->num_sites.fetch_add(1);
+  const auto number = static_cast<uint32_t>(*channel);
+  const ControlSlots::Site site =
+      communicator->has_other_processes
+          ? communicator->slots.Take(number)
+          : ControlSlots::Site{
+                .slot = static_cast<int32_t>(communicator->num_sites++ %
+                                             ControlLayout::kSlots),
+                .instance = 0};
   return std::make_unique<CudaCallSite>(CudaCallSite{
       .communicator = std::move(communicator),
-      .slot = static_cast<int32_t>(site % ControlLayout::kSlots),
-      .channel = static_cast<uint32_t>(*channel),
+      .slot = site.slot,
+      .channel = number,
+      .instance = site.instance,
   });
+}
+
+// What ranks compare before rows move: they must be in the same operation of
+// the same program, with the same sizes.
+class Tag {
+ public:
+  Tag(const CudaCallSite& site, const char* op) : channel_(site.channel) {
+    Add(site.channel);
+    Add(site.instance);
+    for (; *op != 0; ++op) Add(*op);
+  }
+
+  void Add(uint64_t number) {
+    hash_ = (hash_ ^ number) * 0x9E3779B97F4A7C15;
+    hash_ ^= hash_ >> 32;
+  }
+
+  uint32_t value() const {
+    return static_cast<uint32_t>(hash_ >> 48 << 16) | (channel_ & 0xffff);
+  }
+
+ private:
+  uint64_t hash_ = 1;
+  uint32_t channel_;
+};
+
+// Whether ranks of other processes can reach a buffer of this device.
+bool IsExported(const CudaCallSite& site, int32_t ordinal, const void* buffer,
+                uint64_t bytes) {
+  if (!site.communicator->has_other_processes || bytes == 0) return false;
+  const auto found = site.communicator->exported.find(ordinal);
+  if (found == site.communicator->exported.end()) return false;
+  const auto address = reinterpret_cast<uint64_t>(buffer);
+  return std::any_of(found->second.begin(), found->second.end(),
+                     [&](const CudaCommunicator::Range& range) {
+                       const uint64_t offset = address - range.begin;
+                       return offset < range.bytes &&
+                              bytes <= range.bytes - offset;
+                     });
 }
 
 // The operation of `site` on the device with this ordinal.
 ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
   num_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  // XLA's ordinal among the GPUs that this process sees, as set-up has it from
+  // JAX's local_hardware_id.
   const auto view = site.communicator->views.find(ordinal);
   if (view == site.communicator->views.end()) {
     return ffi::Unexpected(Invalid("jax_ep: GPU " + std::to_string(ordinal) +
                                    " is not on the communicator's mesh"));
   }
-  return Operation{
-      .view = view->second, .slot = site.slot, .channel = site.channel};
+  return Operation{.view = view->second,
+                   .slot = site.slot,
+                   .channel = site.channel,
+                   .tag = 0};
 }
 
 ffi::Error Launched(const char* op, cudaError_t status) {
@@ -91,7 +175,11 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   if (num_experts.has_error()) return num_experts.error();
   if (alignment.has_error()) return alignment.error();
   if (op.has_error()) return op.error();
-  const PlanParams params = {
+  const auto exported = [&](auto& buffer) {
+    return IsExported(*site, ordinal, buffer->untyped_data(),
+                      buffer->size_bytes());
+  };
+  PlanParams params = {
       .op = *op,
       .num_experts = static_cast<int32_t>(*num_experts),
       .expert_alignment = static_cast<int32_t>(*alignment),
@@ -109,7 +197,16 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
       .expert_counts = expert_counts->typed_data(),
       .group_sizes = group_sizes->typed_data(),
       .workspace = workspace->typed_data(),
+      .exported = {exported(recv_topk_idx), exported(recv_src),
+                   exported(workspace)},
   };
+  Tag tag(*site, "plan");
+  tag.Add(params.num_experts);
+  tag.Add(params.expert_alignment);
+  tag.Add(params.top_k);
+  tag.Add(params.num_tokens);
+  tag.Add(params.capacity);
+  params.op.tag = tag.value();
   return Launched("plan", LaunchPlan(params, stream));
 }
 
@@ -133,6 +230,7 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
     return ffi::Unexpected(Invalid("jax_ep: too many leaves in one call"));
   }
   RowParams params = {};
+  Tag tag(site, capacity_is_out ? "dispatch" : "combine");
   params.op = *op;
   params.routes_per_token =
       static_cast<int32_t>(routing.routes.dimensions()[1]);
@@ -152,8 +250,16 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
         .out = static_cast<std::byte*>(to.untyped_data()),
         .row_bytes = static_cast<int64_t>(rows.size_bytes()) / params.capacity,
         .element = ElementOf(from.element_type()),
+        .exported =
+            IsExported(site, ordinal, rows.untyped_data(), rows.size_bytes()),
     };
+    tag.Add(params.leaves[i].row_bytes);
+    tag.Add(static_cast<uint64_t>(params.leaves[i].element));
   }
+  tag.Add(params.routes_per_token);
+  tag.Add(params.num_tokens);
+  tag.Add(params.capacity);
+  params.op.tag = tag.value();
   return params;
 }
 

@@ -127,7 +127,7 @@ static __device__ void PublishReady(const Control& control,
        i += blockDim.x) {
     const int32_t peer = i / words;
     const int32_t word = i % words;
-    uint32_t payload = control.op.channel;
+    uint32_t payload = control.op.tag;
     if (word > 0) {
       const uint64_t address =
           reinterpret_cast<uint64_t>(addresses[(word - 1) / 2]);
@@ -138,11 +138,12 @@ static __device__ void PublishReady(const Control& control,
   }
 }
 
-static __device__ __noinline__ void OtherChannel(const Control& control,
-                                                 int32_t peer,
-                                                 uint32_t channel) {
-  printf("jax_ep %s (channel %u): rank %d found rank %d in channel %u\n",
-         control.name, control.op.channel, control.rank(), peer, channel);
+static __device__ __noinline__ void OtherOperation(const Control& control,
+                                                   int32_t peer, uint32_t tag) {
+  printf(
+      "jax_ep %s (channel %u): rank %d found rank %d in another operation "
+      "(channel %u)\n",
+      control.name, control.op.channel, control.rank(), peer, tag & 0xffff);
   __trap();
 }
 
@@ -193,7 +194,7 @@ static __device__ bool WaitReady(const Control& control, std::byte** peers,
         Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
              peer);
     if (word == 0) {
-      if (payload != control.op.channel) OtherChannel(control, peer, payload);
+      if (payload != control.op.tag) OtherOperation(control, peer, payload);
     } else {
       // Little endian: the low half stands first.
       const int32_t address = (word - 1) / 2 * num_ranks + peer;
