@@ -8,9 +8,11 @@
 //         link takes remote ones, and they must not take turns. Of the warps,
 //         the first kBulkWarps move rows by bulk copies through shared memory;
 //         the others zero the empty slots, then move what bulk copies cannot.
-//         The last block closes with the peers.
-// Reads:  params.routes, num_recv, leaves[].in. Writes: leaves[].out of this
-//         rank (empty slots, local rows) and of the peers (rows).
+//         Rows for buffers out of reach follow through staging memory
+//         (cc/staged_dispatch.cuh). The last block closes with the peers.
+// Reads:  params.routes, num_recv, leaves[].in; recv_src for staged rows.
+//         Writes: leaves[].out of this rank (empty slots, local rows) and of
+//         the peers (rows).
 // Order:  publish (release) -> the peers' WaitReady (acquire) -> their stores
 //         -> their CloseWithPeers (release) -> ours (acquire). Bulk stores are
 //         waited for and fenced before the block counts as finished.
@@ -22,6 +24,7 @@
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
+#include "cc/staged_dispatch.cuh"
 
 namespace jax_ep {
 namespace {
@@ -83,10 +86,10 @@ __device__ void MovePlain(const DispatchParams& params, const Role& role,
          item += workers.count) {
       const int64_t token = item / parts;
       const int2 route = InRole(params, role, RouteOf(params, token));
-      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      const uint64_t target = RowAt(params, outputs, i, route);
+      const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
       if (targets == 0) continue;
-      CopyRow(leaf.in + token * leaf.row_bytes,
-              RowAt(params, outputs, i, route), targets, leaf.row_bytes,
+      CopyRow(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
               static_cast<int32_t>(item % parts), parts);
     }
   }
@@ -118,10 +121,10 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
       if (item + workers.count < items) {
         next = RouteOf(params, (item + workers.count) / parts);
       }
-      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      const uint64_t target = RowAt(params, outputs, i, route);
+      const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
       if (targets == 0) continue;
       const std::byte* in = leaf.in + token * leaf.row_bytes;
-      const uint64_t target = RowAt(params, outputs, i, route);
       for (int64_t piece = pieces * part / parts;
            piece < pieces * (part + 1) / parts; ++piece) {
         const int64_t begin = piece * piece_bytes;
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
-  WaitReady(control, outputs, params.num_leaves);
+  const bool staged = WaitReady(control, outputs, params.num_leaves);
 
   const Role role = RoleOf(control.num_ranks());
   const uint32_t bulk_leaves = BulkLeaves(params, outputs);
@@ -174,8 +177,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         params, role, outputs, bulk_leaves,
         WarpsOf(role.block, role.blocks, bulk_warps, kRowWarps - bulk_warps));
   }
+  if (staged) MoveStaged(params, control, outputs);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
+    if (staged) EndStaged(control);
     AdvanceEpoch(control);
   }
 }

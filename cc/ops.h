@@ -58,7 +58,8 @@ struct RowParams {
   int64_t num_tokens;
   int64_t capacity;
   const int32_t* routes;    // [T, routes_per_token, 2]
-  const int32_t* num_recv;  // [], dispatch only
+  const int32_t* num_recv;  // []
+  const int32_t* recv_src;  // [C]
   Leaf leaves[kMaxLeaves];
 };
 

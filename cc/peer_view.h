@@ -33,7 +33,8 @@ struct PeerView {
   // r * kMaxRegions on; nullptr where all ranks belong to one process.
   const Region* regions;
   // How staging memory is cut, from ControlLayout::size() on in each rank's
-  // control memory; 0 channels where all ranks belong to one process.
+  // control memory. Equal on all ranks, and no more channels than num_sms of
+  // any rank: a channel is a block. 0 where all ranks belong to one process.
   int32_t num_channels;
   int64_t staging_bytes;
 };

@@ -110,6 +110,7 @@ Buffers Cut(Arena& arena, bool has_bulk) {
   r.capacity = kTokens;
   r.routes = p.routes;
   r.num_recv = p.num_recv;
+  r.recv_src = p.recv_src;
   b.dispatch = b.combine = r;
   const int64_t row_bytes = kColumns * sizeof(float);
   b.dispatch.leaves[0] = {reinterpret_cast<const std::byte*>(b.in),

@@ -257,15 +257,8 @@ def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
             num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
-    # recv_src serves the plain JAX implementation only.
-    keep = [0, 1, *range(_NUM_ROUTING, len(operands))]
     return _ffi_call(
-        ctx,
-        "jax_ep_dispatch",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
+        ctx, "jax_ep_dispatch", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
 
@@ -278,15 +271,7 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
             num_tokens=num_tokens,
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
-    keep = [0, *range(_NUM_ROUTING, len(operands))]
-    return _ffi_call(
-        ctx,
-        "jax_ep_combine",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
-    )
+    return _ffi_call(ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm)
 
 
 # Differentiation: leaves are linear, routing operands are integers -----------

@@ -211,10 +211,17 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   return Launched("plan", LaunchPlan(params, stream));
 }
 
+// What dispatch and combine know of a plan.
+struct Routing {
+  const ffi::BufferR3<ffi::S32>& routes;
+  const ffi::BufferR0<ffi::S32>& num_recv;
+  const ffi::BufferR1<ffi::S32>& recv_src;
+};
+
 // What dispatch and combine share; `capacity_is_out` says on which side the
 // receive buffer stands.
 ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
-                             const ffi::BufferR3<ffi::S32>& routes,
+                             const Routing& routing,
                              const ffi::RemainingArgs& in,
                              const ffi::RemainingRets& out,
                              bool capacity_is_out) {
@@ -226,10 +233,13 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
   RowParams params = {};
   Tag tag(site, capacity_is_out ? "dispatch" : "combine");
   params.op = *op;
-  params.routes_per_token = static_cast<int32_t>(routes.dimensions()[1]);
+  params.routes_per_token =
+      static_cast<int32_t>(routing.routes.dimensions()[1]);
   params.num_leaves = static_cast<int32_t>(in.size());
-  params.num_tokens = routes.dimensions()[0];
-  params.routes = routes.typed_data();
+  params.num_tokens = routing.routes.dimensions()[0];
+  params.routes = routing.routes.typed_data();
+  params.num_recv = routing.num_recv.typed_data();
+  params.recv_src = routing.recv_src.typed_data();
   for (size_t i = 0; i < in.size(); ++i) {
     const ffi::AnyBuffer from = *in.get<ffi::AnyBuffer>(i);
     const ffi::AnyBuffer to = **out.get<ffi::AnyBuffer>(i);
@@ -256,20 +266,24 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
 
 ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                     ffi::BufferR3<ffi::S32> routes,
-                    ffi::BufferR0<ffi::S32> num_recv, ffi::RemainingArgs in,
+                    ffi::BufferR0<ffi::S32> num_recv,
+                    ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                     ffi::RemainingRets out) {
-  ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, routes, in, out, /*capacity_is_out=*/true);
+  const ffi::ErrorOr<RowParams> params =
+      Rows(*site, ordinal, {routes, num_recv, recv_src}, in, out,
+           /*capacity_is_out=*/true);
   if (params.has_error()) return params.error();
-  params->num_recv = num_recv.typed_data();
   return Launched("dispatch", LaunchDispatch(*params, stream));
 }
 
 ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                   ffi::BufferR3<ffi::S32> routes, ffi::RemainingArgs in,
+                   ffi::BufferR3<ffi::S32> routes,
+                   ffi::BufferR0<ffi::S32> num_recv,
+                   ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                    ffi::RemainingRets out) {
   const ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, routes, in, out, /*capacity_is_out=*/false);
+      Rows(*site, ordinal, {routes, num_recv, recv_src}, in, out,
+           /*capacity_is_out=*/false);
   if (params.has_error()) return params.error();
   for (int32_t i = 0; i < params->num_leaves; ++i) {
     if (params->leaves[i].element == Element::kNone) {
@@ -366,6 +380,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -375,6 +390,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -372,8 +372,9 @@ void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                      ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
-                     ffi::BufferR0<ffi::S32> num_recv, ffi::RemainingArgs in,
-                     ffi::RemainingRets out) {
+                     ffi::BufferR0<ffi::S32> num_recv,
+                     ffi::BufferR1<ffi::S32> /*recv_src*/,
+                     ffi::RemainingArgs in, ffi::RemainingRets out) {
   const cpu::RowSizes sizes = {
       .routes_per_token = static_cast<int32_t>(routes.dimensions()[1]),
       .num_tokens = routes.dimensions()[0],
@@ -394,7 +395,9 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 
 ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                     ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
-                    ffi::RemainingArgs in, ffi::RemainingRets out) {
+                    ffi::BufferR0<ffi::S32> /*num_recv*/,
+                    ffi::BufferR1<ffi::S32> /*recv_src*/, ffi::RemainingArgs in,
+                    ffi::RemainingRets out) {
   const cpu::RowSizes sizes = {
       .routes_per_token = static_cast<int32_t>(routes.dimensions()[1]),
       .num_tokens = routes.dimensions()[0],
@@ -466,6 +469,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
@@ -475,6 +479,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 

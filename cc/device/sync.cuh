@@ -60,6 +60,10 @@ struct Control {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.counts) +
            from * num_ranks() + to;
   }
+  // What rank 0 tells `owner` of staging memory (cc/device/channel.cuh).
+  __device__ uint64_t* Turn(int32_t owner) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.turn);
+  }
   __device__ uint64_t Word(uint32_t payload) const {
     return uint64_t{epoch} << 32 | payload;
   }
