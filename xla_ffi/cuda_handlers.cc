@@ -310,6 +310,7 @@ ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
     return Invalid("jax_ep: too many leaves in one call");
   }
   const size_t grouped = out.size() - leaves - 1;
+  Tag tag(*site, "dispatch_permute");
   DispatchPermuteParams params = {};
   params.rows.op = *op;
   params.rows.routes_per_token = static_cast<int32_t>(routes.dimensions()[1]);
@@ -342,7 +343,11 @@ ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
       params.grouped[i] = static_cast<std::byte*>(
           (**out.get<ffi::AnyBuffer>(i)).untyped_data());
     }
+    tag.Add(params.rows.leaves[i].row_bytes);
   }
+  tag.Add(params.rows.num_tokens);
+  tag.Add(params.rows.capacity);
+  params.rows.op.tag = tag.value();
   return Launched("dispatch_permute", LaunchDispatchPermute(params, stream));
 }
 
