@@ -10,7 +10,6 @@ logs; what still runs at the end is killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import signal
@@ -47,24 +46,11 @@ def join(argv: list[str] | None = None) -> list[str]:
     return rest
 
 
-def free_port(first: int | None = None) -> int:
-    """A port that nobody listens on now; one of the 4096 from `first`, if given."""
-    if first is not None:
-        start = os.getpid()
-        candidates = [first + (start + i) % 4096 for i in range(4096)]
-    else:
-        candidates = [0]
-    for port in candidates:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            return probe.getsockname()[1]
-    raise OSError("no port is free")
-
-
-def _outside_clusters(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what a cluster that this test itself runs in would tell."""
-    clusters = ("SLURM_", "OMPI_", "JAX_COORDINATOR_")
-    return {k: v for k, v in environment.items() if not k.startswith(clusters)}
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 class Job:
@@ -72,28 +58,25 @@ class Job:
 
     def __init__(
         self,
-        program: str | pathlib.Path,
+        program: str,
         processes: int,
         logs: pathlib.Path,
         *,
         arguments: Sequence[str] = (),
         devices: int = 2,
-        environments: Sequence[Mapping[str, str]] | None = None,
         own_arguments: Sequence[Sequence[str]] | None = None,
         gpus: Sequence[str] | None = None,
         hide: bool = False,
         variables: Mapping[str, str] | None = None,
     ):
-        """Starts `python program` once for each process.
+        """Starts `python tests/program` once for each process.
 
         Args:
-          program: a file beside this one, or a path.
+          program: a file beside this one.
           processes: how many.
           logs: directory for log.<process>.
           arguments: for all, after their place.
           devices: virtual CPU devices of each.
-          environments: what a cluster tells each process in place of its place on
-            the command line.
           own_arguments: for each process, after those.
           gpus: of each process, as "0" or "0,1", in place of CPU devices.
           hide: a process sees no GPUs but its own, by CUDA_VISIBLE_DEVICES.
@@ -114,14 +97,12 @@ class Job:
         self.processes = []
         for process, log in enumerate(self.logs):
             where = ["cpu", str(devices)]
-            mine_alone: dict[str, str] = {}
+            mine_alone = {}
             if gpus is not None:
                 where = ["cuda", "" if hide else gpus[process]]
             if gpus is not None and hide:
                 mine_alone = {"CUDA_VISIBLE_DEVICES": gpus[process]}
             place = [address, str(processes), str(process), *where]
-            if environments is not None:
-                place, mine_alone = [], dict(environments[process])
             mine = own_arguments[process] if own_arguments else ()
             with log.open("wb") as file:
                 self.processes.append(
@@ -130,7 +111,7 @@ class Job:
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         cwd=HERE.parent,
-                        env=_outside_clusters(environment) | mine_alone,
+                        env=environment | mine_alone,
                     )
                 )
 

@@ -2,9 +2,14 @@
 processes that are killed, stopped, delayed and misused.
 """
 
+import contextlib
 import csv
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import launch
@@ -259,18 +264,47 @@ def open_mpi(process, job):
     }
 
 
+class Cluster(launch.Job):
+    """Processes that the environment tells their places, as a cluster's do."""
+
+    def __init__(self, program, logs, arguments, environments):
+        """Starts `program` once for each of the environments."""
+        clusters = ("SLURM_", "OMPI_", "JAX_COORDINATOR_")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(clusters)}
+        path = os.pathsep.join(p for p in sys.path if p)
+        self.logs = [logs / f"log.{process}" for process in range(len(environments))]
+        self.processes = []
+        for log, told in zip(self.logs, environments, strict=True):
+            with log.open("wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, program, *arguments],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**inherited, "PYTHONPATH": path, **ENVIRONMENT, **told},
+                    )
+                )
+
+
+def job_with_a_free_port():
+    for job in range(os.getpid(), os.getpid() + 4096):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", PORTS + job % 4096))
+            return job
+    raise OSError("no port is free")
+
+
 @pytest.mark.parametrize("cluster", [slurm, open_mpi])
 def test_example_under_a_cluster(cluster, losses_of_one_process, tmp_path):
     """JAX finds the processes by what Slurm or Open MPI put into the environment."""
-    job = launch.free_port(PORTS) - PORTS
-    with launch.Job(
+    job = job_with_a_free_port()
+    with Cluster(
         EXAMPLES / "multi_process.py",
-        2,
         tmp_path,
-        arguments=[*TRAINING, "--cpu-devices=4", f"--out={tmp_path}"],
-        environments=[cluster(process, job) for process in range(2)],
+        [*TRAINING, "--cpu-devices=4", f"--out={tmp_path}"],
+        [cluster(process, job) for process in range(2)],
     ) as running:
-        (log, _) = running.wait()
+        (log, _) = running.wait(500)
     assert "4 ranks in 2 processes" in log
     losses = read_losses(tmp_path)
     assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
