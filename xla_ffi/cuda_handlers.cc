@@ -174,6 +174,19 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
 
 }  // namespace
 
+ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
+    ffi::Dictionary attributes) {
+  return Instantiate(std::move(attributes));
+}
+
+ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site, int32_t ordinal,
+                                   const ffi::BufferR3<ffi::S32>& routes,
+                                   const ffi::RemainingArgs& in,
+                                   const ffi::RemainingRets& out,
+                                   bool capacity_is_out) {
+  return Rows(site, ordinal, routes, in, out, capacity_is_out);
+}
+
 int64_t NumHandlerCalls() {
   return num_handler_calls.load(std::memory_order_relaxed);
 }
