@@ -143,6 +143,11 @@ def _barrier(ctx: mlir.LoweringRuleContext, values: Sequence, avals: Sequence):
     return rule(ctx.replace(avals_in=avals, avals_out=avals), *values)
 
 
+# XLA drops neither half, nor moves one out of a loop without the other: the
+# kernel would go on writing into memory that is free. JAX drops both (_tie_dce).
+_IN_PLACE = {"has_side_effect": True}
+
+
 def _start_lowering(op: _Operation, ctx, *operands, **params):
     count = len(operands) - NUM_ROUTING
     if not _in_flight(ctx, params):
@@ -161,6 +166,7 @@ def _start_lowering(op: _Operation, ctx, *operands, **params):
         [ctx.avals_in[i] for i in keep],
         [*ctx.avals_out[:count], token],
         params["comm"],
+        _IN_PLACE,
     )
     # The done's operands come after the start, so that XLA has no reason to
     # make them a second time for the done: it has to see the same buffers.
@@ -187,9 +193,7 @@ def _done_lowering(op: _Operation, ctx, *operands, **params):
         {
             # The rows arrive in the buffer that the start chose.
             "operand_output_aliases": {op.num_routing + i: i for i in range(count)},
-            # XLA never drops a done, for its start's kernel would go on writing
-            # into memory that is free. JAX drops both (_tie_dce).
-            "has_side_effect": True,
+            **_IN_PLACE,
         },
     )
 
