@@ -531,28 +531,36 @@ class TestLowering:
         if saved or names:
             assert found["dispatch_start"] == 2, "dispatched again for a tie alone"
 
-    def test_unused_flight_goes_as_a_whole(self):
+    @pytest.mark.parametrize("finished", (True, False), ids=("unused", "forgotten"))
+    @pytest.mark.parametrize("around", ("jit", "scan", "remat"))
+    def test_start_goes_with_its_done(self, around, finished):
+        """A kernel without a done would write into memory that is free."""
         twins = Halves(harness.BACKENDS[0])
 
-        def wasteful(body):
+        def wrap(body):
             del body
 
             def wrapped(x, scale, topk_idx):
+                del scale
                 plan = twins.plan(topk_idx)
 
-                @jax.checkpoint
-                def inner(x):
+                def one(x):
                     flight = jax_ep.dispatch_start(x, plan)
                     flight, y = jax_ep.overlap(flight, jnp.sin, x)
-                    jax_ep.dispatch_done(flight)
+                    if finished:
+                        jax_ep.dispatch_done(flight)
                     return jnp.cos(y)
 
-                return jax.grad(lambda x: inner(x).sum())(x)
+                if around == "scan":
+                    return lax.scan(lambda x, _: (one(x), ()), x, None, length=2)[0]
+                if around == "remat":
+                    return jax.grad(lambda x: jax.checkpoint(one)(x).sum())(x)
+                return one(x)
 
             return wrapped
 
-        found = count_halves(lower_for_cuda(twins, wasteful))
-        assert found["dispatch_start"] == found["dispatch_done"]
+        found = count_halves(lower_for_cuda(twins, wrap))
+        assert found == dict.fromkeys(HALVES, 0)
 
     def test_batch_over_data_is_one_flight(self):
         def batched(body):

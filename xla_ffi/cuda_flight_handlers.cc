@@ -92,13 +92,13 @@ cudaStream_t CudaFlights::StreamOn(int32_t ordinal) const {
 }
 
 void CudaFlights::Add(int32_t ordinal, CudaFlight* flight) {
-  Device& device = devices_[ordinal];
+  Device& device = On(ordinal);
   std::lock_guard<std::mutex> lock(device.mutex);
   device.flights.push_back(flight);
 }
 
 void CudaFlights::Remove(int32_t ordinal, const CudaFlight* flight) {
-  Device& device = devices_[ordinal];
+  Device& device = On(ordinal);
   std::lock_guard<std::mutex> lock(device.mutex);
   device.flights.erase(
       std::remove(device.flights.begin(), device.flights.end(), flight),
@@ -106,7 +106,7 @@ void CudaFlights::Remove(int32_t ordinal, const CudaFlight* flight) {
 }
 
 CudaFlight* CudaFlights::Find(int32_t ordinal, const void* out) {
-  Device& device = devices_[ordinal];
+  Device& device = On(ordinal);
   std::lock_guard<std::mutex> lock(device.mutex);
   for (CudaFlight* flight : device.flights) {
     if (flight->under_way && flight->rows.leaves[0].out == out) return flight;
@@ -115,7 +115,7 @@ CudaFlight* CudaFlights::Find(int32_t ordinal, const void* out) {
 }
 
 void CudaFlights::WaitForAll(int32_t ordinal, cudaStream_t stream) {
-  Device& device = devices_[ordinal];
+  Device& device = On(ordinal);
   // No CUDA call waits for the device here.
   std::lock_guard<std::mutex> lock(device.mutex);
   for (CudaFlight* flight : device.flights) {

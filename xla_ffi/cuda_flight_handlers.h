@@ -64,7 +64,10 @@ class CudaFlights {
     std::vector<CudaFlight*> flights;
   };
 
-  std::map<int32_t, Device> devices_;  // by XLA's ordinal
+  // Of one of the communicator's devices.
+  Device& On(int32_t ordinal) { return devices_.find(ordinal)->second; }
+
+  std::map<int32_t, Device> devices_;  // by XLA's ordinal; only read once made
   cudaError_t status_ = cudaSuccess;
 };
 
