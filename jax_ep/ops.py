@@ -261,6 +261,7 @@ def _checked_leaves(op: str, tree: Any, plan: Plan):
     checks.check_inside_shard_map(plan.comm, op)
     rows, name = {
         "dispatch": (plan.num_tokens, "T"),
+        "dispatch_start": (plan.num_tokens, "T"),
         "unpermute": (plan.expert_capacity, "S"),
     }.get(op, (plan.capacity, "C"))
     leaves, treedef = jax.tree.flatten(tree)

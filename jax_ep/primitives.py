@@ -8,7 +8,7 @@ rows and each is the other's transpose; the routing operands are integers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,7 +48,7 @@ _PLAN_FIELDS = (
 )
 # Routing operands that stand before the leaves in ep_dispatch and ep_combine:
 # routes, num_recv, recv_src.
-_NUM_ROUTING = 3
+NUM_ROUTING = 3
 
 
 def plan(
@@ -82,23 +82,35 @@ def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 
 def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
-    routing = (plan._routes, plan.num_recv, plan.recv_src)
-    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
-    routing = tuple(make_varying(a, axes) for a in routing)
-    # Each leaf varies at least as the routing does, so that a result's type is
-    # its leaf's and the transpose gives the cotangent the type JAX expects.
-    leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
+    routing, leaves = varying_operands(leaves, plan)
     return bind_rows(
         leaves,
         plan.capacity if primitive is dispatch_p else plan.num_tokens,
-        lambda batch: primitive.bind(
-            *routing,
-            *batch,
-            comm=plan.comm,
-            num_tokens=plan.num_tokens,
-            capacity=plan.capacity,
-        ),
+        lambda batch: primitive.bind(*routing, *batch, **sizes(plan)),
     )
+
+
+def varying_operands(
+    leaves: Sequence[jax.Array], plan: Plan
+) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+    """The routing operands and `leaves`, varying over what they have to."""
+    routing = (plan._routes, plan.num_recv, plan.recv_src)
+    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
+    # Each leaf varies at least as the routing does, so that a result's type is
+    # its leaf's and the transpose gives the cotangent the type JAX expects.
+    return (
+        tuple(make_varying(a, axes) for a in routing),
+        [make_varying(leaf, axes | varying(leaf)) for leaf in leaves],
+    )
+
+
+def sizes(plan: Plan) -> dict[str, Any]:
+    """Parameters of ep_dispatch, ep_combine and their halves."""
+    return {
+        "comm": plan.comm,
+        "num_tokens": plan.num_tokens,
+        "capacity": plan.capacity,
+    }
 
 
 # Abstract evaluation ---------------------------------------------------------
@@ -138,7 +150,7 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int]):
         # the routing's axes.
         return [
             leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
-            for leaf in avals[_NUM_ROUTING:]
+            for leaf in avals[NUM_ROUTING:]
         ]
 
     return abstract_eval
@@ -178,13 +190,14 @@ def _ids(mesh: jax.sharding.Mesh) -> list:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
-def _ffi_call(
+def communicator_call(
     ctx: mlir.LoweringRuleContext,
     target: str,
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
     comm: Communicator,
+    options: Mapping[str, Any] | None = None,
     **attributes: int,
 ) -> Sequence[Any]:
     """A call of `comm`. HLO holds sizes and ids, equal on all processes."""
@@ -201,6 +214,7 @@ def _ffi_call(
         operands,
         avals_in,
         avals_out,
+        options,
         comm=comm.id,
         channel=ctx.module_context.new_channel(),
         **attributes,
@@ -236,7 +250,7 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
         ),
         np.dtype(np.int32),
     )
-    results = _ffi_call(
+    results = communicator_call(
         ctx,
         "jax_ep_plan",
         [topk_idx],
@@ -257,7 +271,7 @@ def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
             num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
-    return _ffi_call(
+    return communicator_call(
         ctx, "jax_ep_dispatch", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
@@ -271,7 +285,7 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
             num_tokens=num_tokens,
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
-    return _ffi_call(ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm)
+    return communicator_call(ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm)
 
 
 # Differentiation: leaves are linear, routing operands are integers -----------
@@ -279,12 +293,12 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
 
 def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     outputs = primitive.bind(*primals, **params)
-    leaf_tangents = tangents[_NUM_ROUTING:]
+    leaf_tangents = tangents[NUM_ROUTING:]
     live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
     result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = primitive.bind(
-            *primals[:_NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
+            *primals[:NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
         )
         for i, tangent in zip(live, moved, strict=True):
             result[i] = tangent
@@ -302,7 +316,7 @@ def check_gradient(cotangent: jax.Array) -> None:
 
 
 def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
-    leaves = operands[_NUM_ROUTING:]
+    leaves = operands[NUM_ROUTING:]
     result: list[Any] = [
         ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None for leaf in leaves
     ]
@@ -317,26 +331,26 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
             if to is combine_p:
                 check_gradient(cotangents[i])
         moved = to.bind(
-            *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
+            *operands[:NUM_ROUTING], *(cotangents[i] for i in live), **params
         )
         for i, cotangent in zip(live, moved, strict=True):
             result[i] = cotangent
-    return [None] * _NUM_ROUTING + result
+    return [None] * NUM_ROUTING + result
 
 
 # Batching --------------------------------------------------------------------
 
 
 def _rows_batch(primitive: Primitive, args, dims, **params):
-    if any(d is not None for d in dims[:_NUM_ROUTING]):
+    if any(d is not None for d in dims[:NUM_ROUTING]):
         return each_element(primitive, args, dims, **params)
     # One routing for the whole batch: the batch becomes part of the row.
     leaves = [
         leaf if d is None else jnp.moveaxis(leaf, d, 1)
-        for leaf, d in zip(args[_NUM_ROUTING:], dims[_NUM_ROUTING:], strict=True)
+        for leaf, d in zip(args[NUM_ROUTING:], dims[NUM_ROUTING:], strict=True)
     ]
-    outputs = primitive.bind(*args[:_NUM_ROUTING], *leaves, **params)
-    return outputs, [None if d is None else 1 for d in dims[_NUM_ROUTING:]]
+    outputs = primitive.bind(*args[:NUM_ROUTING], *leaves, **params)
+    return outputs, [None if d is None else 1 for d in dims[NUM_ROUTING:]]
 
 
 # Definitions -----------------------------------------------------------------

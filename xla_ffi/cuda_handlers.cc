@@ -211,13 +211,6 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   return Launched("plan", LaunchPlan(params, stream));
 }
 
-// What dispatch and combine know of a plan.
-struct Routing {
-  const ffi::BufferR3<ffi::S32>& routes;
-  const ffi::BufferR0<ffi::S32>& num_recv;
-  const ffi::BufferR1<ffi::S32>& recv_src;
-};
-
 // What dispatch and combine share; `capacity_is_out` says on which side the
 // receive buffer stands.
 ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
@@ -352,6 +345,19 @@ ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
 }
 
 }  // namespace
+
+ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
+    ffi::Dictionary attributes) {
+  return Instantiate(std::move(attributes));
+}
+
+ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site, int32_t ordinal,
+                                   const Routing& routing,
+                                   const ffi::RemainingArgs& in,
+                                   const ffi::RemainingRets& out,
+                                   bool capacity_is_out) {
+  return Rows(site, ordinal, routing, in, out, capacity_is_out);
+}
 
 int64_t NumHandlerCalls() {
   return num_handler_calls.load(std::memory_order_relaxed);

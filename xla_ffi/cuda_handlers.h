@@ -6,13 +6,17 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cc/control_slots.h"
+#include "cc/ops.h"
 #include "cc/peer_view.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
+
+class CudaFlights;  // cuda_flight_handlers.h
 
 // Set up by Python, only read afterwards. Owns the control memory of the local
 // devices and what is mapped of other processes: the last of Python and the
@@ -39,6 +43,9 @@ struct CudaCommunicator {
   // ranks, so they are dealt out; otherwise processes have to agree.
   std::atomic<uint32_t> num_sites{0};
   ControlSlots slots;
+  // Made by the first start or done of an operation in two halves.
+  std::mutex flights_mutex;
+  std::shared_ptr<CudaFlights> flights;
 };
 
 // State of one call site, shared by the local devices. Its control slot is its
@@ -56,6 +63,24 @@ struct CudaCallSite {
 };
 
 extern const XLA_FFI_TypeInfo kCudaCallSiteInfo;
+
+// What dispatch and combine know of a plan.
+struct Routing {
+  const xla::ffi::BufferR3<xla::ffi::S32>& routes;
+  const xla::ffi::BufferR0<xla::ffi::S32>& num_recv;
+  const xla::ffi::BufferR1<xla::ffi::S32>& recv_src;
+};
+
+// For handlers in other files: the state of a new call site, and the parameters
+// of a dispatch or combine. `capacity_is_out` says on which side the receive
+// buffer stands; results after the leaves are not looked at.
+xla::ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
+    xla::ffi::Dictionary attributes);
+xla::ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site,
+                                        int32_t ordinal, const Routing& routing,
+                                        const xla::ffi::RemainingArgs& in,
+                                        const xla::ffi::RemainingRets& out,
+                                        bool capacity_is_out);
 
 // Executions of the handlers below in this process. A replayed CUDA graph runs
 // the kernels without them, which is how tests see that it was replayed.

@@ -19,6 +19,7 @@
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
 #include "xla_ffi/cuda_expert_handlers.h"
+#include "xla_ffi/cuda_flight_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/registry.h"
 
@@ -34,6 +35,12 @@ nb::dict Handlers() {
   handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
   handlers["jax_ep_dispatch_permute"] =
       Handler(EpInstantiate, EpDispatchPermute);
+  handlers["jax_ep_dispatch_start"] =
+      Handler(EpStartInstantiate, EpDispatchStart);
+  handlers["jax_ep_dispatch_done"] = Handler(EpDoneInstantiate, EpDispatchDone);
+  handlers["jax_ep_combine_start"] =
+      Handler(EpStartInstantiate, EpCombineStart);
+  handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
@@ -44,6 +51,9 @@ nb::dict Handlers() {
 nb::dict Types() {
   nb::dict types;
   types["jax_ep_cuda_call_site"] = Type(&CudaCallSite::id, &kCudaCallSiteInfo);
+  types["jax_ep_cuda_start_site"] =
+      Type(&CudaStartSite::id, &kCudaStartSiteInfo);
+  types["jax_ep_cuda_done_site"] = Type(&CudaDoneSite::id, &kCudaDoneSiteInfo);
   return types;
 }
 
