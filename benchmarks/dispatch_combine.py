@@ -3,6 +3,7 @@
     python benchmarks/dispatch_combine.py                 # GPUs, else CPU
     python benchmarks/dispatch_combine.py --quick         # under a minute
     python benchmarks/dispatch_combine.py --sweep --quick --plot out/sweep.png
+    python benchmarks/dispatch_combine.py --processes 2   # one process against two
 
 README.md in this folder says how it measures and how to read the table.
 """
@@ -15,9 +16,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import layouts
 import limits
 import scaling
-import several_processes
 import terms
 from baselines import baselines, with_xla_options
 from inputs import Inputs
@@ -41,9 +42,16 @@ import jax_ep
 
 def main() -> int:
     options = _parse()
-    if options.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
+    if options.plot and options.processes > 1:
+        raise SystemExit("--plot draws one layout: leave out --processes")
+    if options.place:
+        layouts.join(options.place, layouts.has_gpus(options))
+    elif options.processes > 1:
+        return layouts.compare(options)
+    else:
+        if options.platform == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.ranks or 8)
     devices = jax.devices()
     ranks = options.ranks or len(devices)
     if len(devices) < ranks:
@@ -69,7 +77,7 @@ class Benchmark(Session):
         super().__init__(
             devices,
             _with_options(make(len(devices)), options),
-            Report(options.json),
+            Report(options.json, quiet=jax.process_index() > 0),
             options.num_sms if on_gpu else [None],
             options.quick,
         )
@@ -96,7 +104,6 @@ class Benchmark(Session):
             "table": self._table,
             "terms": lambda: terms.run(self),
             "scaling": lambda: scaling.run(self),
-            "processes": self._processes,
             "sweep": self._sweep,
             "xla-options": self._xla_options,
         }
@@ -113,6 +120,8 @@ class Benchmark(Session):
         inputs = Inputs(self.mesh, self.workload)
         for backend, num_sms in self._backends():
             with self.communicator(backend, num_sms) as comm:
+                if jax.process_count() > 1:
+                    self.report.say(str(comm))
                 medians = {}
                 wanted = self._operations(inputs, comm)
                 guess = self._guess(found, num_sms)
@@ -146,10 +155,6 @@ class Benchmark(Session):
             for _, stats in self.measured([op], "jax", guess_us=guess):
                 self.others_us[name] = stats.median
                 self._row(name, op, "jax", None, stats)
-
-    def _processes(self) -> None:
-        if not self.on_gpu:
-            several_processes.run(self.report, self.workload, self.quick)
 
     def _sweep(self) -> None:
         """plan, dispatch and combine with one size changed at a time."""
@@ -245,7 +250,7 @@ class Benchmark(Session):
             self.report.record("pair over parts", share=round(over, 4))
 
 
-_SECTIONS = ("table", "terms", "scaling", "processes", "sweep", "xla-options")
+_SECTIONS = ("table", "terms", "scaling", "sweep", "xla-options")
 _DEFAULT_SECTIONS = ("table", "terms", "scaling")
 
 
@@ -318,6 +323,14 @@ def _parse() -> argparse.Namespace:
         help='lines of the table, such as "plan,dispatch,dispatch + combine"',
     )
     add("--no-baselines", action="store_true", help="only jax_ep")
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="compare: all ranks in one process, and in N",
+    )
+    add("--place", help=argparse.SUPPRESS)  # one of several processes
     return parser.parse_args()
 
 

@@ -4,8 +4,9 @@
 
 Time against tokens a rank with the floor drawn in, and bars of our operations
 beside the others. A file may hold records of several runs: where two measured the
-same, the later one counts. One figure for each kind of device, and for points
-that differ in nothing but T those of the run that came last.
+same, the later one counts; runs in several processes are left out. One figure for
+each kind of device, and for points that differ in nothing but T those of the run
+that came last.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def read(sources: Iterable[str]) -> list[dict[str, Any]]:
         run: dict[str, Any] = {}
         for line in pathlib.Path(source).read_text().splitlines():
             record = json.loads(line)
+            if record.get("layout", "1 process") != "1 process":
+                continue
             if record["record"] == "run":
                 run = record
             records.append({**record, "run": run})

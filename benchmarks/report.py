@@ -30,11 +30,17 @@ FAILURES = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueE
 
 
 class Report:
-    """Prints rows as they come and appends each as one JSON line."""
+    """Prints rows as they come and appends each as one JSON line.
 
-    def __init__(self, json_path: str | None):
+    Args:
+      json_path: of the file with the lines; None for no file.
+      quiet: neither print nor write, in all processes but the first.
+    """
+
+    def __init__(self, json_path: str | None, *, quiet: bool = False):
+        self._quiet = quiet
         self._file: TextIO | None = None
-        if json_path:
+        if json_path and not quiet:
             path = pathlib.Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a")
@@ -47,7 +53,8 @@ class Report:
             self._file.flush()
 
     def say(self, text: str = "") -> None:
-        print(text, flush=True)
+        if not self._quiet:
+            print(text, flush=True)
 
     def head(self, columns: Mapping[str, int]) -> None:
         """Starts a table: column names with widths; the first is left-aligned."""

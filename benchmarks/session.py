@@ -58,7 +58,9 @@ class Session:
         if workload not in self._limits:
             report, quick = self.report, self.quick
             devices = self.devices[: workload.num_ranks]
-            if self.on_gpu:
+            if jax.process_count() > 1:
+                found = limits.Limits(workload)  # one process measures them
+            elif self.on_gpu:
                 counts = [n for n in self.num_sms if n]
                 found = limits.measure_gpu(report, devices, workload, counts, quick)
             else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 import timing
 from inputs import Check
 from jax.sharding import Mesh
+from layouts import together
 from operations import Operation
 from report import FAILURES
 from timing import Budget, Chain, Compilers, Stats, Timer
@@ -29,8 +29,6 @@ class Stopwatch:
       seconds: for one operation, without compiling.
       few: repetitions of what is slow.
       longest: length of a chain at most.
-      same_reps: repetitions of everything, whatever it takes: processes that take
-        part in one measurement have to agree.
     """
 
     def __init__(
@@ -41,17 +39,13 @@ class Stopwatch:
         seconds: float = 3.0,
         few: int = 5,
         longest: int = 128,
-        same_reps: int | None = None,
     ):
         self._mesh = mesh
         self._on_gpu = on_gpu
         self._seconds = seconds
         self._few = few
         self._longest = longest
-        self._same_reps = same_reps
-        threads = 1
-        if not same_reps:
-            threads = max(1, min(_COMPILERS, (os.cpu_count() or 1) // 2))
+        threads = max(1, min(_COMPILERS, (os.cpu_count() or 1) // 2))
         self._compilers = Compilers(threads)
         # (Seconds of an empty chain, microseconds of a link) by what is linked.
         self._costs: dict[str | None, tuple[float, float]] = {}
@@ -85,7 +79,9 @@ class Stopwatch:
         """One chain that was checked elsewhere."""
         base_s, link_us = self._cost(chain)
         timer = self._timer(chain, slow, None)
-        return timer.run(base_s * (self._on_gpu and not slow)).less(link_us)
+        return timer.run(base_s * (self._on_gpu and not slow)).less(
+            link_us * chain.links
+        )
 
     def _start(
         self, op: Operation, slow: bool, guess_us: float | None
@@ -106,9 +102,11 @@ class Stopwatch:
             return failed
 
         def run() -> Stats:
-            check()
+            together(check)
             base_s, link_us = self._cost(op.chain)
-            return timer.run(base_s * (self._on_gpu and not slow)).less(link_us)
+            return timer.run(base_s * (self._on_gpu and not slow)).less(
+                link_us * op.chain.links
+            )
 
         return run
 
@@ -126,17 +124,11 @@ class Stopwatch:
         return Timer(
             self._mesh,
             chain,
-            self._agreed(budget),
+            budget,
             delay=self._on_gpu and not slow,
             compilers=self._compilers,
             guess_us=guess_us,
         )
-
-    def _agreed(self, budget: Budget) -> Budget:
-        reps = self._same_reps
-        if not reps:
-            return budget
-        return dataclasses.replace(budget, min_reps=reps, max_reps=reps)
 
     def _cost(self, chain: Chain) -> tuple[float, float]:
         target = chain.linked
@@ -151,7 +143,7 @@ class Stopwatch:
             timer = Timer(
                 self._mesh,
                 links,
-                self._agreed(budget),
+                budget,
                 delay=delay,
                 compilers=self._compilers,
                 guess_us=2.0,

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from layouts import agreed
 
 AXIS = "ep"
 # Keeps a GPU busy while the host enqueues the chain behind it, so that short
@@ -74,6 +75,7 @@ class Chain:
         arrays are whole.
       max_length: longest chain that keeps the numbers finite.
       compiler_options: XLA's flags for these programs.
+      links: how many arrays like `linked` a relink writes into.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Chain:
     opaque: bool = True
     max_length: int = 128
     compiler_options: Mapping[str, Any] | None = None
+    links: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +193,8 @@ class Compilers:
 
     Nothing may run before wait(): a program that is loaded onto a GPU may wait for
     kernels there, which wait for their peers, which are behind it on the host.
+    Of several processes each compiles a program right after lowering it: jax_ep
+    tells operations apart by the order of both, which has to be the same in all.
     """
 
     def __init__(self, threads: int):
@@ -203,6 +208,8 @@ class Compilers:
         options = dict(options) if options else None
         future = self._pool.submit(lowered.compile, compiler_options=options)
         self._started.append(future)
+        if jax.process_count() > 1:
+            self.wait()
         return future.result
 
     def wait(self) -> None:
@@ -264,6 +271,7 @@ class Timer:
         run_short = lambda: jax.block_until_ready(short_program(*args))  # noqa: E731
         run_short()
         once = max(min(_seconds(run_short) for _ in range(2)) - base_s, 1e-6) / short
+        once, base_s = agreed([once, base_s])  # every process runs the same chains
         if not self._extra:
             self._choose_length(once)
         extra = self._extra

@@ -4,20 +4,34 @@ from jax_ep.communicator import Communicator
 from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
 from jax_ep.moe import moe, moe_with_plan
 from jax_ep.ops import combine, dispatch, permute, unpermute
+from jax_ep.overlap import (
+    Flight,
+    combine_done,
+    combine_start,
+    dispatch_done,
+    dispatch_start,
+    overlap,
+)
 from jax_ep.plan import Plan, make_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "Flight",
     "Plan",
     "combine",
+    "combine_done",
+    "combine_start",
     "dequantize_fp8",
     "dispatch",
+    "dispatch_done",
     "dispatch_fp8",
+    "dispatch_start",
     "make_plan",
     "moe",
     "moe_with_plan",
+    "overlap",
     "permute",
     "quantize_fp8",
     "unpermute",

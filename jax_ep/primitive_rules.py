@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,16 +81,20 @@ def ffi_call(
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
     **attributes: int,
 ) -> Sequence[Any]:
-    """Emits a custom call; RuntimeError where `backend` has no code for it."""
+    """Emits a custom call; RuntimeError where `backend` has no code for it.
+
+    `options` are those of jax.ffi.ffi_lowering, such as aliases.
+    """
     platforms = set(ctx.module_context.platforms)
     if not platforms <= native.PLATFORMS:
         raise RuntimeError(
             f"jax_ep: backend {backend!r} runs on {sorted(native.PLATFORMS)}, "
             f"found a program for {sorted(platforms)}; use backend='xla' there"
         )
-    rule = jax.ffi.ffi_lowering(target)
+    rule = jax.ffi.ffi_lowering(target, **(options or {}))
     return rule(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
         *operands,

@@ -8,7 +8,7 @@ rows and each is the other's transpose; the routing operands are integers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
@@ -47,7 +48,7 @@ _PLAN_FIELDS = (
 )
 # Routing operands that stand before the leaves in ep_dispatch and ep_combine:
 # routes, num_recv, recv_src.
-_NUM_ROUTING = 3
+NUM_ROUTING = 3
 
 
 def plan(
@@ -81,23 +82,35 @@ def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 
 def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
-    routing = (plan._routes, plan.num_recv, plan.recv_src)
-    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
-    routing = tuple(make_varying(a, axes) for a in routing)
-    # Each leaf varies at least as the routing does, so that a result's type is
-    # its leaf's and the transpose gives the cotangent the type JAX expects.
-    leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
+    routing, leaves = varying_operands(leaves, plan)
     return bind_rows(
         leaves,
         plan.capacity if primitive is dispatch_p else plan.num_tokens,
-        lambda batch: primitive.bind(
-            *routing,
-            *batch,
-            comm=plan.comm,
-            num_tokens=plan.num_tokens,
-            capacity=plan.capacity,
-        ),
+        lambda batch: primitive.bind(*routing, *batch, **sizes(plan)),
     )
+
+
+def varying_operands(
+    leaves: Sequence[jax.Array], plan: Plan
+) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+    """The routing operands and `leaves`, varying over what they have to."""
+    routing = (plan._routes, plan.num_recv, plan.recv_src)
+    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
+    # Each leaf varies at least as the routing does, so that a result's type is
+    # its leaf's and the transpose gives the cotangent the type JAX expects.
+    return (
+        tuple(make_varying(a, axes) for a in routing),
+        [make_varying(leaf, axes | varying(leaf)) for leaf in leaves],
+    )
+
+
+def sizes(plan: Plan) -> dict[str, Any]:
+    """Parameters of ep_dispatch, ep_combine and their halves."""
+    return {
+        "comm": plan.comm,
+        "num_tokens": plan.num_tokens,
+        "capacity": plan.capacity,
+    }
 
 
 # Abstract evaluation ---------------------------------------------------------
@@ -137,7 +150,7 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int]):
         # the routing's axes.
         return [
             leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
-            for leaf in avals[_NUM_ROUTING:]
+            for leaf in avals[NUM_ROUTING:]
         ]
 
     return abstract_eval
@@ -154,6 +167,12 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
     """
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
+        if AxisType.Manual in getattr(mesh, "axis_types", ()):
+            # mesh= would not help: JAX wants the surrounding mesh, an abstract one.
+            raise ValueError(
+                "jax_ep: a shard_map inside another one does not know the devices of "
+                "its mesh; call the program under jax.set_mesh(comm.mesh)"
+            )
         raise ValueError(
             "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
             "nobody knows here; give it the communicator's: "
@@ -171,13 +190,14 @@ def _ids(mesh: jax.sharding.Mesh) -> list:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
-def _ffi_call(
+def communicator_call(
     ctx: mlir.LoweringRuleContext,
     target: str,
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
     comm: Communicator,
+    options: Mapping[str, Any] | None = None,
     **attributes: int,
 ) -> Sequence[Any]:
     """A call of `comm`. HLO holds sizes and ids, equal on all processes."""
@@ -185,6 +205,8 @@ def _ffi_call(
     if comm.backend == "cpu":
         # Sites that share a channel are counted from here on.
         native.host().begin_program()
+    elif len(comm.processes) > 1:
+        native.cuda().begin_program()
     return ffi_call(
         ctx,
         target,
@@ -192,14 +214,24 @@ def _ffi_call(
         operands,
         avals_in,
         avals_out,
+        options,
         comm=comm.id,
         channel=ctx.module_context.new_channel(),
         **attributes,
     )
 
 
+def _is_plain(comm: Communicator, num_tokens: int) -> bool:
+    """Whether a call is lowered to plain JAX.
+
+    T is the same on all ranks. Where it is 0 nobody has to ask the others, and
+    XLA's GPU compiler does not survive an empty result beside others.
+    """
+    return comm.backend == "xla" or num_tokens == 0
+
+
 def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
-    if comm.backend == "xla":
+    if _is_plain(comm, ctx.avals_in[0].shape[0]):
         xla_plan = functools.partial(
             xla_backend.plan,
             axis_name=comm.axis_name,
@@ -218,7 +250,7 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
         ),
         np.dtype(np.int32),
     )
-    results = _ffi_call(
+    results = communicator_call(
         ctx,
         "jax_ep_plan",
         [topk_idx],
@@ -231,28 +263,21 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
     return results[: len(_PLAN_FIELDS)]
 
 
-def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
-    if comm.backend == "xla":
+def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
+    if _is_plain(comm, num_tokens):
         xla_dispatch = functools.partial(
             xla_backend.dispatch,
             axis_name=comm.axis_name,
             num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
-    # recv_src serves the plain JAX implementation only.
-    keep = [0, 1, *range(_NUM_ROUTING, len(operands))]
-    return _ffi_call(
-        ctx,
-        "jax_ep_dispatch",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
+    return communicator_call(
+        ctx, "jax_ep_dispatch", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
 
 def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
-    if comm.backend == "xla":
+    if _is_plain(comm, num_tokens):
         xla_combine = functools.partial(
             xla_backend.combine,
             axis_name=comm.axis_name,
@@ -260,14 +285,8 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
             num_tokens=num_tokens,
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
-    keep = [0, *range(_NUM_ROUTING, len(operands))]
-    return _ffi_call(
-        ctx,
-        "jax_ep_combine",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
+    return communicator_call(
+        ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
 
@@ -276,20 +295,30 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
 
 def _rows_jvp(primitive: Primitive, primals, tangents, **params):
     outputs = primitive.bind(*primals, **params)
-    leaf_tangents = tangents[_NUM_ROUTING:]
+    leaf_tangents = tangents[NUM_ROUTING:]
     live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
     result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = primitive.bind(
-            *primals[:_NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
+            *primals[:NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
         )
         for i, tangent in zip(live, moved, strict=True):
             result[i] = tangent
     return outputs, result
 
 
+def check_gradient(cotangent: jax.Array) -> None:
+    """Raises TypeError where a dispatched leaf's cotangents have no sum."""
+    if cotangent.dtype not in SUMMABLE:
+        raise TypeError(
+            f"jax_ep.dispatch: a leaf of dtype {cotangent.dtype} has no gradient: "
+            "combine cannot sum it; dispatch a wider dtype, or say with "
+            "jax.custom_vjp what the gradient is"
+        )
+
+
 def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
-    leaves = operands[_NUM_ROUTING:]
+    leaves = operands[NUM_ROUTING:]
     result: list[Any] = [
         ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None for leaf in leaves
     ]
@@ -301,34 +330,29 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
     if live:
         to = other()
         for i in live:
-            if to is combine_p and cotangents[i].dtype not in SUMMABLE:
-                raise TypeError(
-                    "jax_ep.dispatch: a leaf of dtype "
-                    f"{cotangents[i].dtype} has no gradient: combine cannot sum "
-                    "it; dispatch a wider dtype, or say with jax.custom_vjp what "
-                    "the gradient is"
-                )
+            if to is combine_p:
+                check_gradient(cotangents[i])
         moved = to.bind(
-            *operands[:_NUM_ROUTING], *(cotangents[i] for i in live), **params
+            *operands[:NUM_ROUTING], *(cotangents[i] for i in live), **params
         )
         for i, cotangent in zip(live, moved, strict=True):
             result[i] = cotangent
-    return [None] * _NUM_ROUTING + result
+    return [None] * NUM_ROUTING + result
 
 
 # Batching --------------------------------------------------------------------
 
 
 def _rows_batch(primitive: Primitive, args, dims, **params):
-    if any(d is not None for d in dims[:_NUM_ROUTING]):
+    if any(d is not None for d in dims[:NUM_ROUTING]):
         return each_element(primitive, args, dims, **params)
     # One routing for the whole batch: the batch becomes part of the row.
     leaves = [
         leaf if d is None else jnp.moveaxis(leaf, d, 1)
-        for leaf, d in zip(args[_NUM_ROUTING:], dims[_NUM_ROUTING:], strict=True)
+        for leaf, d in zip(args[NUM_ROUTING:], dims[NUM_ROUTING:], strict=True)
     ]
-    outputs = primitive.bind(*args[:_NUM_ROUTING], *leaves, **params)
-    return outputs, [None if d is None else 1 for d in dims[_NUM_ROUTING:]]
+    outputs = primitive.bind(*args[:NUM_ROUTING], *leaves, **params)
+    return outputs, [None if d is None else 1 for d in dims[NUM_ROUTING:]]
 
 
 # Definitions -----------------------------------------------------------------

@@ -182,23 +182,33 @@ def test_unigram_entropy_of_known_texts():
     assert text_data.unigram_entropy(all_bytes) == pytest.approx(math.log(256))
 
 
-def test_moe_layer_agrees_with_its_dense_reference():
+def run_example(name):
+    """The lines that it prints after the first two."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if not harness.ON_GPU:
         environment["JAX_PLATFORMS"] = "cpu"
     result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "moe_layer.py")],
+        [sys.executable, str(ROOT / "examples" / name)],
         capture_output=True,
         text=True,
         timeout=240,
         env=environment,
     )
     assert result.returncode == 0, result.stderr
-    errors = [float(line.split()[-1]) for line in result.stdout.splitlines()[2:]]
-    assert len(errors) == 5, result.stdout
-    assert max(errors) < 1e-5, result.stdout
+    return result.stdout.splitlines()[2:]
 
 
-def test_moe_layer_is_short():
-    lines = (ROOT / "examples" / "moe_layer.py").read_text().splitlines()
-    assert len(lines) < 80
+@pytest.mark.parametrize(
+    ("name", "results"), (("moe_layer.py", 5), ("shared_expert.py", 7))
+)
+def test_layer_agrees_with_its_reference(name, results):
+    errors = [float(line.split()[-1]) for line in run_example(name)]
+    assert len(errors) == results
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), (("moe_layer.py", 80), ("shared_expert.py", 100))
+)
+def test_examples_are_short(name, lines):
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < lines

@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import time
 
 import harness
@@ -321,6 +322,112 @@ def _start_early(text: str) -> int:
     return found
 
 
+# Rows that travel while other work is done
+
+
+def overlap(args):
+    """Flights beside psum, all_gather, psum_scatter and products, ranks late."""
+    comm = communicator(args.backend, args.ranks)
+    traffic = on_device.Traffic(
+        ranks=args.ranks, tokens=256, top_k=4, experts=8 * args.ranks, columns=2048
+    )
+    numbers, gathered, size = 1 << 18, 1 << 14, 512
+
+    def values(step, rank, place, count):
+        bits = on_device.mix(step, rank, place, jnp.arange(count))
+        return on_device.small_integers(bits, jnp.float32)
+
+    def products(start, count):
+        # The square of this matrix is the matrix.
+        matrix = jnp.full((size, size), start * 0.0 + 1.0 / size)
+        return lax.fori_loop(0, count, lambda _, m: m @ m, matrix)
+
+    def late(x, step, place):
+        rank = lax.axis_index("ep")
+        count = (on_device.mix(step, rank, place) % np.uint32(12)).astype("int32")
+        matrix = products(x.ravel()[0].astype(jnp.float32), count)
+        return x + (matrix.max() > 2.0).astype(x.dtype)
+
+    def beside(step, place):
+        rank = lax.axis_index("ep")
+        total = lax.psum(values(step, rank, place, numbers), "ep")
+        every = lax.all_gather(values(step + 1, rank, place, gathered), "ep")
+        part = lax.psum_scatter(
+            values(step + 2, rank, place, args.ranks * gathered).reshape(
+                args.ranks, gathered
+            ),
+            "ep",
+        )
+        matrix = products(step.astype(jnp.float32), 4)
+        return total, every, part, matrix
+
+    def wrong_beside(step, place, found):
+        ranks = range(args.ranks)
+        total, every, part, matrix = found
+        mine = [
+            values(step + 2, r, place, args.ranks * gathered).reshape(
+                args.ranks, gathered
+            )[lax.axis_index("ep")]
+            for r in ranks
+        ]
+        right = (
+            sum(values(step, r, place, numbers) for r in ranks),
+            jnp.stack([values(step + 1, r, place, gathered) for r in ranks]),
+            sum(mine),
+            jnp.full((size, size), 1.0 / size),
+        )
+        pairs = zip((total, every, part, matrix), right, strict=True)
+        return jnp.stack([(a != b).sum(dtype=jnp.int32) for a, b in pairs])
+
+    def one(step):
+        found = traffic.exchange(comm, step, late, beside)
+        others = sum(wrong_beside(step, p, found.beside[p]) for p in (0, 1))
+        return jnp.concatenate([found.wrong, others])
+
+    def body(state):
+        wrong = state["wrong"] + one(state["step"])
+        return {"step": state["step"] + 1, "wrong": wrong}
+
+    def scan(state):
+        def again(carry, i):
+            return carry, one(state["step"] + i)
+
+        return lax.scan(again, None, jnp.arange(100))[1]
+
+    state = put(
+        comm,
+        {
+            "step": np.zeros(args.ranks, np.int32),
+            "wrong": np.zeros((args.ranks, 8), np.int32),
+        },
+    )
+    program = jax.jit(on_ranks(body, comm), donate_argnums=0).lower(state).compile()
+    for _ in range(args.replays):
+        state = program(state)
+    in_loop = jax.jit(on_ranks(scan, comm))(state)
+    return {
+        "wrong": np.asarray(state["wrong"]).sum(0).tolist(),
+        "launches": _sum(state["step"]) // args.ranks,
+        "between start and done": _between(program.as_text()),
+        "wrong in a loop": _sum(in_loop),
+    }
+
+
+def _between(text: str) -> dict[str, list[str]]:
+    """What XLA enqueues while rows travel, by operation."""
+    found: dict[str, list[str]] = {}
+    travelling = ""
+    for line in text.splitlines():
+        if half := re.search(r'custom_call_target="jax_ep_(\w+)_(start|done)"', line):
+            travelling = half[1] if half[2] == "start" else ""
+        elif travelling:
+            # By name: asynchronous ones are calls. Products stand in a loop.
+            kinds = r"all-reduce|all-gather|reduce-scatter|while"
+            if kind := re.search(rf"%({kinds})[\w.-]* = ", line):
+                found.setdefault(travelling, []).append(kind[1])
+    return found
+
+
 # A rank that never calls
 
 
@@ -480,6 +587,7 @@ def every_dtype(args):
 PROGRAMS = {
     "graphs": graphs,
     "beside_collectives": beside_collectives,
+    "overlap": overlap,
     "missing_rank": missing_rank,
     "allocations": allocations,
     "every_dtype": every_dtype,

@@ -203,6 +203,56 @@ def test_beside_psum_and_all_gather(start):
     assert found["wrong in a loop"] == 0
 
 
+# Rows that travel while other work is done
+
+
+@pytest.fixture(scope="module")
+def overlapped(start):
+    return start("overlap", "--ranks", RANKS, "--replays", 300, memory=0.05).found(180)
+
+
+def test_flights_beside_collectives_and_products(overlapped):
+    """recv_src, received, combined, num_recv; psum, all_gather, psum_scatter, @."""
+    assert overlapped["launches"] == 300
+    assert overlapped["wrong"] == [0] * 8
+
+
+def test_flights_in_a_loop(overlapped):
+    assert overlapped["wrong in a loop"] == 0
+
+
+def test_work_is_enqueued_between_start_and_done(overlapped):
+    between = overlapped["between start and done"]
+    for op in ("dispatch", "combine"):
+        assert {"all-reduce", "all-gather", "while"} <= set(between[op]), between
+
+
+def test_flight_whose_buffer_xla_copied_is_refused():
+    """And nothing is wrong afterwards."""
+
+    def twice(comm, x, ids):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=2 * RANKS)
+        flight = jax_ep.dispatch_start(x, plan)
+        return jax_ep.dispatch_done(flight), jax_ep.dispatch_done(flight) + 1
+
+    def once(comm, x, ids):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=2 * RANKS)
+        flight = jax_ep.dispatch_start(x, plan)
+        return jax_ep.dispatch_done(flight), jax_ep.dispatch(x, plan)
+
+    comm = harness.communicator("cuda", RANKS)
+    x = payloads.numbers((RANKS, 64, 256), np.float32)
+    ids = np.arange(RANKS * 64).reshape(RANKS, 64, 1).astype(np.int32) % (2 * RANKS)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=r"jax_ep dispatch_done \(channel \d+\): no flight has these buffers",
+    ):
+        harness.run(twice, comm, x, ids)
+    for _ in range(3):
+        halves, whole = harness.run(once, comm, x, ids)
+        np.testing.assert_array_equal(halves, whole)
+
+
 # A rank that never calls
 
 

@@ -60,12 +60,14 @@ class Exchange(typing.NamedTuple):
       combined: their sum back at home, each with its rank's number added.
       wrong: i32[4], rows of these three that are not as they should be, and
         whether num_recv is not.
+      beside: what was done while the rows travelled, there and back.
     """
 
     source: jax.Array
     received: jax.Array
     combined: jax.Array
     wrong: jax.Array
+    beside: typing.Any = ()
 
 
 def _unchanged(x, step, place):
@@ -152,7 +154,9 @@ class Traffic:
         total = jnp.where(count > 0, count * rows + tag, 0.0)  # 0 * -1 is -0
         return total.astype(self.dtype)
 
-    def exchange(self, comm: jax_ep.Communicator, step, late=_unchanged) -> Exchange:
+    def exchange(
+        self, comm: jax_ep.Communicator, step, late=_unchanged, beside=None
+    ) -> Exchange:
         """Plan, dispatch, combine and their check, inside shard_map.
 
         Args:
@@ -160,6 +164,8 @@ class Traffic:
           step: i32[].
           late: (array, step, 0 or 1) -> the array, for delays before the plan
             and before combine.
+          beside: (step, 0 or 1) -> arrays, to be done while rows travel there
+            and back. None: dispatch and combine are whole operations.
         """
         rank = lax.axis_index(comm.axis_name)
         plan = jax_ep.make_plan(
@@ -169,11 +175,22 @@ class Traffic:
             capacity=self.slots,
         )
         x = self.rows(step, rank, jnp.arange(self.tokens))
-        received = jax_ep.dispatch(x, plan)
+        there, back = (), ()
+        if beside is None:
+            received = jax_ep.dispatch(x, plan)
+        else:
+            flight = jax_ep.dispatch_start(x, plan)
+            flight, there = jax_ep.overlap(flight, beside, step, 0)
+            received = jax_ep.dispatch_done(flight)
         y = late(received, step, 1) + rank.astype(self.dtype)
         # Whoever reads a row that was never sent brings a NaN home.
         y = jnp.where(plan.recv_src[:, None] >= 0, y, jnp.nan)
-        combined = jax_ep.combine(y, plan)
+        if beside is None:
+            combined = jax_ep.combine(y, plan)
+        else:
+            flight = jax_ep.combine_start(y, plan)
+            flight, back = jax_ep.overlap(flight, beside, step, 1)
+            combined = jax_ep.combine_done(flight)
         source, rows = self.received(step, rank)
         wrong = (
             wrong_rows(plan.recv_src, source),
@@ -181,4 +198,7 @@ class Traffic:
             wrong_rows(combined, self.combined(step, rank, tagged=True)),
             (plan.num_recv != (source >= 0).sum(dtype=jnp.int32)).astype(jnp.int32),
         )
-        return Exchange(plan.recv_src, received, combined, jnp.stack(wrong))
+        wrong = jnp.stack(wrong)
+        if beside is None:
+            return Exchange(plan.recv_src, received, combined, wrong)
+        return Exchange(plan.recv_src, received, combined, wrong, (there, back))

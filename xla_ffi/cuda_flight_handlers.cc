@@ -1,0 +1,368 @@
+#include "xla_ffi/cuda_flight_handlers.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "xla_ffi/registry.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+ffi::TypeId CudaStartSite::id = {};
+ffi::TypeId CudaDoneSite::id = {};
+const XLA_FFI_TypeInfo kCudaStartSiteInfo = ffi::MakeTypeInfo<CudaStartSite>();
+const XLA_FFI_TypeInfo kCudaDoneSiteInfo = ffi::MakeTypeInfo<CudaDoneSite>();
+
+namespace {
+
+// The thread's device is another one while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t ordinal) {
+    status_ = cudaGetDevice(&before_);
+    if (status_ == cudaSuccess) status_ = cudaSetDevice(ordinal);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() { cudaSetDevice(before_); }
+
+  cudaError_t status() const { return status_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t status_;
+};
+
+cudaError_t MakeStream(int32_t ordinal, cudaStream_t* stream) {
+  const OnDevice device(ordinal);
+  if (device.status() != cudaSuccess) return device.status();
+  // High priority: the blocks of a flight are few, and take their places before
+  // those of a large kernel that is there to hide it.
+  int least, greatest;
+  const cudaError_t status =
+      cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  if (status != cudaSuccess) return status;
+  return cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest);
+}
+
+cudaError_t MakeEvents(int32_t ordinal, CudaFlight* flight) {
+  const OnDevice device(ordinal);
+  if (device.status() != cudaSuccess) return device.status();
+  const cudaError_t status =
+      cudaEventCreateWithFlags(&flight->departed, cudaEventDisableTiming);
+  if (status != cudaSuccess) return status;
+  return cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
+}
+
+// The communicator's flights, made by the first that asks.
+std::shared_ptr<CudaFlights> FlightsOf(CudaCommunicator& communicator) {
+  std::lock_guard<std::mutex> lock(communicator.flights_mutex);
+  if (communicator.flights == nullptr) {
+    communicator.flights = std::make_shared<CudaFlights>(communicator);
+  }
+  return communicator.flights;
+}
+
+ffi::Error Failed(const char* what, cudaError_t status) {
+  return ffi::Error::Internal(std::string("jax_ep ") + what +
+                              ": launch failed: " + cudaGetErrorString(status));
+}
+
+}  // namespace
+
+CudaFlights::CudaFlights(const CudaCommunicator& communicator) {
+  for (const auto& [ordinal, view] : communicator.views) {
+    const cudaError_t status = MakeStream(ordinal, &devices_[ordinal].stream);
+    if (status_ == cudaSuccess) status_ = status;
+  }
+}
+
+CudaFlights::~CudaFlights() {
+  for (auto& [ordinal, device] : devices_) {
+    if (device.stream != nullptr) cudaStreamDestroy(device.stream);
+  }
+}
+
+cudaStream_t CudaFlights::StreamOn(int32_t ordinal) const {
+  const auto found = devices_.find(ordinal);
+  return found == devices_.end() ? nullptr : found->second.stream;
+}
+
+void CudaFlights::Add(int32_t ordinal, CudaFlight* flight) {
+  Device& device = On(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  device.flights.push_back(flight);
+}
+
+void CudaFlights::Remove(int32_t ordinal, const CudaFlight* flight) {
+  Device& device = On(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  device.flights.erase(
+      std::remove(device.flights.begin(), device.flights.end(), flight),
+      device.flights.end());
+}
+
+CudaFlight* CudaFlights::Find(int32_t ordinal, const void* out) {
+  Device& device = On(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  for (CudaFlight* flight : device.flights) {
+    if (flight->under_way && flight->rows.leaves[0].out == out) return flight;
+  }
+  return nullptr;
+}
+
+void CudaFlights::WaitForAll(int32_t ordinal, cudaStream_t stream) {
+  Device& device = On(ordinal);
+  // No CUDA call waits for the device here.
+  std::lock_guard<std::mutex> lock(device.mutex);
+  for (CudaFlight* flight : device.flights) {
+    if (!flight->under_way) continue;
+    cudaStreamWaitEvent(stream, flight->landed, 0);
+    flight->under_way = false;
+  }
+}
+
+CudaStartSite::CudaStartSite(CudaCallSite call_site)
+    : site(std::move(call_site)), flights(FlightsOf(*site.communicator)) {
+  status = flights->status();
+  for (const auto& [ordinal, view] : site.communicator->views) {
+    CudaFlight& flight = by_device[ordinal];
+    const cudaError_t made = MakeEvents(ordinal, &flight);
+    if (status == cudaSuccess) status = made;
+    flights->Add(ordinal, &flight);
+  }
+}
+
+CudaStartSite::~CudaStartSite() {
+  for (auto& [ordinal, flight] : by_device) {
+    flights->Remove(ordinal, &flight);
+    if (flight.departed != nullptr) cudaEventDestroy(flight.departed);
+    if (flight.landed != nullptr) cudaEventDestroy(flight.landed);
+  }
+}
+
+namespace {
+
+ffi::ErrorOr<std::unique_ptr<CudaStartSite>> InstantiateStart(
+    ffi::Dictionary attributes) {
+  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site = MakeCallSite(attributes);
+  if (site.has_error()) return ffi::Unexpected(site.error());
+  auto start = std::make_unique<CudaStartSite>(std::move(**site));
+  if (start->status != cudaSuccess) {
+    return ffi::Unexpected(Failed("start", start->status));
+  }
+  return start;
+}
+
+ffi::ErrorOr<std::unique_ptr<CudaDoneSite>> InstantiateDone(
+    ffi::Dictionary attributes) {
+  const auto comm = attributes.get<int64_t>("comm");
+  const auto channel = attributes.get<int64_t>("channel");
+  if (comm.has_error()) return ffi::Unexpected(comm.error());
+  if (channel.has_error()) return ffi::Unexpected(channel.error());
+  std::shared_ptr<CudaCommunicator> communicator =
+      Registry<CudaCommunicator>::Get().Find(*comm);
+  if (communicator == nullptr) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      UnknownCommunicator(*comm, "cuda")));
+  }
+  std::shared_ptr<CudaFlights> flights = FlightsOf(*communicator);
+  if (flights->status() != cudaSuccess) {
+    return ffi::Unexpected(Failed("done", flights->status()));
+  }
+  return std::make_unique<CudaDoneSite>(CudaDoneSite{
+      .communicator = std::move(communicator),
+      .flights = std::move(flights),
+      .channel = static_cast<uint32_t>(*channel),
+  });
+}
+
+std::string Name(const char* op, uint32_t channel) {
+  return std::string("jax_ep ") + op + " (channel " + std::to_string(channel) +
+         ")";
+}
+
+// Enqueues the kernel behind what `stream` holds, on the stream of flights.
+cudaError_t TakeOff(const RowParams& rows, cudaStream_t stream,
+                    cudaStream_t side,
+                    cudaError_t (*launch)(const RowParams&, cudaStream_t),
+                    const CudaFlight& flight) {
+  cudaError_t status = cudaEventRecord(flight.departed, stream);
+  if (status != cudaSuccess) return status;
+  status = cudaStreamWaitEvent(side, flight.departed, 0);
+  if (status != cudaSuccess) return status;
+  status = launch(rows, side);
+  if (status != cudaSuccess) return status;
+  return cudaEventRecord(flight.landed, side);
+}
+
+ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
+                 const RowParams& rows, const char* op,
+                 cudaError_t (*launch)(const RowParams&, cudaStream_t)) {
+  // Rows() knows the ordinal, so it is here.
+  CudaFlight& flight = start.by_device.find(ordinal)->second;
+  if (flight.under_way) {
+    start.flights->WaitForAll(ordinal, stream);
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        Name(op, start.site.channel) +
+            ": the flight before was never finished; every start needs its "
+            "done in the same program");
+  }
+  const cudaError_t status =
+      TakeOff(rows, stream, start.flights->StreamOn(ordinal), launch, flight);
+  if (status != cudaSuccess) return Failed(op, status);
+  flight.rows = rows;
+  flight.under_way = true;
+  return ffi::Error::Success();
+}
+
+// Whether a flight works on just these buffers. `in` holds the arriving leaves,
+// the departing ones and the token.
+bool IsOf(const CudaFlight& flight, const Routing& routing,
+          const ffi::RemainingArgs& in, const ffi::RemainingRets& out) {
+  const RowParams& rows = flight.rows;
+  const size_t count = out.size();
+  if (static_cast<size_t>(rows.num_leaves) != count) return false;
+  if (rows.routes != routing.routes.typed_data() ||
+      rows.num_recv != routing.num_recv.typed_data() ||
+      rows.recv_src != routing.recv_src.typed_data()) {
+    return false;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const void* arriving = in.get<ffi::AnyBuffer>(i)->untyped_data();
+    const void* departing = in.get<ffi::AnyBuffer>(count + i)->untyped_data();
+    const void* result = (*out.get<ffi::AnyBuffer>(i))->untyped_data();
+    if (rows.leaves[i].out != arriving || rows.leaves[i].out != result ||
+        rows.leaves[i].in != departing) {
+      return false;
+    }
+  }
+  return true;
+}
+
+ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
+                const Routing& routing, const ffi::RemainingArgs& in,
+                const ffi::RemainingRets& out, const char* op) {
+  if (done.flights->StreamOn(ordinal) == nullptr || out.size() == 0 ||
+      in.size() != 2 * out.size() + 1) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      Name(op, done.channel) + ": not a call of jax_ep's");
+  }
+  CudaFlight* flight =
+      done.flights->Find(ordinal, in.get<ffi::AnyBuffer>(0)->untyped_data());
+  if (flight == nullptr || !IsOf(*flight, routing, in, out)) {
+    // Nothing may be left in the air when XLA takes its memory back.
+    done.flights->WaitForAll(ordinal, stream);
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        Name(op, done.channel) +
+            ": no flight has these buffers, because XLA copied them or it was "
+            "finished before; start and finish a flight once, in the same jit "
+            "and the same function, loop body or branch");
+  }
+  flight->under_way = false;
+  const cudaError_t status = cudaStreamWaitEvent(stream, flight->landed, 0);
+  return status == cudaSuccess ? ffi::Error::Success() : Failed(op, status);
+}
+
+ffi::Error DispatchStart(CudaStartSite* start, int32_t ordinal,
+                         cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                         ffi::BufferR0<ffi::S32> num_recv,
+                         ffi::BufferR1<ffi::S32> recv_src,
+                         ffi::RemainingArgs in, ffi::RemainingRets out) {
+  const ffi::ErrorOr<RowParams> rows =
+      RowsOfCall(start->site, ordinal, {routes, num_recv, recv_src}, in, out,
+                 /*capacity_is_out=*/true);
+  if (rows.has_error()) return rows.error();
+  return Start(*start, ordinal, stream, *rows, "dispatch_start",
+               LaunchDispatch);
+}
+
+ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
+                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        ffi::BufferR0<ffi::S32> num_recv,
+                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                        ffi::RemainingRets out) {
+  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
+              "dispatch_done");
+}
+
+ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
+                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        ffi::BufferR0<ffi::S32> num_recv,
+                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                        ffi::RemainingRets out) {
+  const ffi::ErrorOr<RowParams> rows =
+      RowsOfCall(start->site, ordinal, {routes, num_recv, recv_src}, in, out,
+                 /*capacity_is_out=*/false);
+  if (rows.has_error()) return rows.error();
+  for (int32_t i = 0; i < rows->num_leaves; ++i) {
+    if (rows->leaves[i].element == Element::kNone) {
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                        "jax_ep combine: a leaf's dtype cannot be summed");
+    }
+  }
+  return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
+}
+
+ffi::Error CombineDone(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
+                       ffi::BufferR3<ffi::S32> routes,
+                       ffi::BufferR0<ffi::S32> num_recv,
+                       ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                       ffi::RemainingRets out) {
+  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
+              "combine_done");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpStartInstantiate, InstantiateStart,
+                              ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDoneInstantiate, InstantiateDone,
+                              ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchStart, DispatchStart,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<CudaStartSite>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+                                  .RemainingArgs()
+                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<CudaDoneSite>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+                                  .RemainingArgs()
+                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<CudaStartSite>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+                                  .RemainingArgs()
+                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineDone, CombineDone,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<CudaDoneSite>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+}  // namespace jax_ep
