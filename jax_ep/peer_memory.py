@@ -275,7 +275,7 @@ class _SetUp:
             with _Told() as told:
                 self._test_and_connect()
                 self._allocate()
-                mine = self._share(staging)
+                self._share(staging, mine)
             self._agree("GPU memory", told.problem)
             pieces, failed = self._exchange(mine)
         finally:
@@ -356,43 +356,36 @@ class _SetUp:
 
     # Between processes
 
-    def _share(self, staging: int) -> dict[_Piece, int]:
-        """Makes control memory and finds arenas: open files by piece."""
-        mine: dict[_Piece, int] = {}
-        try:
-            for group, rank, device in self._ranks_here():
-                if self._is_split(self.groups[group]):
-                    mine |= self._share_control(group, rank, device, staging)
-                    mine |= self._share_arenas(group, rank, device)
-        except BaseException:
-            for descriptor in mine.values():
-                os.close(descriptor)
-            raise
-        return mine
+    def _share(self, staging: int, mine: dict[_Piece, int]) -> None:
+        """Makes control memory and finds arenas; `mine` gets files by piece."""
+        for group, rank, device in self._ranks_here():
+            if self._is_split(self.groups[group]):
+                self._share_control(group, rank, device, staging, mine)
+                self._share_arenas(group, rank, device, mine)
 
-    def _share_control(self, group, rank, device, staging) -> dict[_Piece, int]:
+    def _share_control(self, group, rank, device, staging, mine) -> None:
         ordinal = device.local_hardware_id
         used = self.module.control_bytes(self.num_ranks) + staging
         address, size, descriptor = self.holdings.allocate_shared(
             ordinal, used + _PROOF_BYTES, self._ordinals(group)
         )
         proof = secrets.token_bytes(_PROOF_BYTES)
+        mine[_Piece(group, rank, address, size, proof.hex())] = descriptor
         self.holdings.write(ordinal, address + used, np.frombuffer(proof, np.uint8))
         self.control[group, rank] = address
         self.memory_bytes += size
-        return {_Piece(group, rank, address, size, proof.hex()): descriptor}
 
-    def _share_arenas(self, group, rank, device) -> dict[_Piece, int]:
-        found: dict[_Piece, int] = {}
+    def _share_arenas(self, group, rank, device, mine) -> None:
         context = self.contexts[device.local_hardware_id]
+        count = 0
         for base, size in gpu_memory.arenas(self.driver, device, context):
-            if len(found) == self.module.max_regions:
+            if count == self.module.max_regions:
                 break
             with gpu_memory.Current(self.driver, context):
                 descriptor = gpu_memory.export_arena(self.driver, base)
             if descriptor is not None:
-                found[_Piece(group, rank, base, size, "")] = descriptor
-        return found
+                mine[_Piece(group, rank, base, size, "")] = descriptor
+                count += 1
 
     def _agree(self, what: str, problem: str | None) -> None:
         """Raises on all processes where one has a problem."""

@@ -103,6 +103,16 @@ class TestCommunicator:
                 "num_sms must be an integer >= 1 or None, found 2.5",
             ),
             (
+                {"num_channels": 0},
+                ValueError,
+                "num_channels must be an integer >= 1 or None, found 0",
+            ),
+            (
+                {"staging_bytes": None},
+                ValueError,
+                "staging_bytes must be an integer >= 1, found None",
+            ),
+            (
                 {"timeout_s": 0},
                 ValueError,
                 "timeout_s must be seconds above 0 and below 1e6, found 0",

@@ -275,6 +275,11 @@ class TestSelfTest:
         assert not driver.memory
         assert not module.created
 
+    def test_failure_without_a_named_backend_falls_back(self, driver, module):
+        module.problems = {0: "GPU 0: self-test moved rows to wrong places"}
+        assert_falls_back(module.problems[0], 0, 1)
+        assert not driver.memory
+
     def test_runs_once_on_every_gpu(self, driver, module):
         communicator(2, 0, 1, backend="cuda").close()
         assert sorted(module.tested) == [0, 1, 2]
