@@ -4,6 +4,7 @@ The processes are started by launch.py; this one only waits for them.
 """
 
 import json
+import os
 import re
 import signal
 import time
@@ -126,7 +127,8 @@ def test_lifetime(tmp_path):
             time.sleep(0.2)
         for log in both.wait(100):
             print(log)
-            assert log.endswith("END\n"), log
+            # JAX may have a last word.
+            assert "END\n" in log, log
 
 
 def test_killed_inside_a_dispatch(tmp_path):
@@ -157,7 +159,10 @@ def test_another_operation_on_one_rank(tmp_path):
 
 def test_other_sizes_on_one_rank(tmp_path):
     """Found before any row is written."""
-    with job(tmp_path, "other_shapes") as both:
+    # XLA's processes share the work of tuning equal programs, and wait for each
+    # other for ever where programs differ.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
+    with job(tmp_path, "other_shapes", variables=SMALL | {"XLA_FLAGS": flags}) as both:
         logs = both.wait(60)
     # Who has trapped cannot answer the other any more, which has seen enough.
     assert any(
