@@ -3,6 +3,7 @@
     python benchmarks/dispatch_combine.py                 # GPUs, else CPU
     python benchmarks/dispatch_combine.py --quick         # under a minute
     python benchmarks/dispatch_combine.py --sweep --json out/sweep.jsonl
+    python benchmarks/dispatch_combine.py --processes 2   # one process against two
 
 README.md in this folder says how it measures and how to read the table.
 """
@@ -16,6 +17,7 @@ import os
 from collections.abc import Iterator
 
 import jax
+import layouts
 import limits
 import timing
 from baselines import baselines
@@ -40,9 +42,14 @@ import jax_ep
 
 def main() -> int:
     options = _parse()
-    if options.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
+    if options.place:
+        layouts.join(options.place, layouts.has_gpus(options))
+    elif options.processes > 1:
+        return layouts.compare(options)
+    else:
+        if options.platform == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.ranks or 8)
     devices = jax.devices()
     ranks = options.ranks or len(devices)
     if len(devices) < ranks:
@@ -64,14 +71,14 @@ class Stopwatch:
         self._costs: dict[str | None, tuple[float, float]] = {}
 
     def measure(self, chain: Chain, slow: bool) -> Stats:
-        """One repetition, its link taken off."""
+        """One repetition, its links taken off."""
         base_s, link_us = self._cost(chain)
         delay = self._on_gpu and not slow
         budget = self._budget(slow)
         stats = timing.measure(
             self._mesh, chain, budget, delay=delay, base_s=base_s * delay
         )
-        return stats.less(link_us)
+        return stats.less(link_us * chain.links)
 
     def _budget(self, slow: bool) -> Budget:
         if slow:
@@ -108,7 +115,7 @@ class Benchmark:
         self.mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
         self.on_gpu = devices[0].platform == "gpu"
         self.native = "cuda" if self.on_gpu else "cpu"
-        self.report = Report(options.json)
+        self.report = Report(options.json, quiet=jax.process_index() > 0)
         make = workload_a if self.on_gpu else workload_cpu
         self.workload = _with_options(make(len(devices)), options)
         self.num_sms: list[int | None] = options.num_sms if self.on_gpu else [None]
@@ -143,6 +150,8 @@ class Benchmark:
 
     def _limits(self) -> limits.Limits:
         w, quick = self.workload, self.options.quick
+        if jax.process_count() > 1:
+            return limits.Limits()  # one process measures them
         if not self.on_gpu:
             return limits.measure_cpu(self.report, self.mesh, w, quick)
         counts = [n for n in self.num_sms if n]
@@ -155,6 +164,8 @@ class Benchmark:
         inputs = Inputs(self.mesh, self.workload)
         for backend, num_sms in self._backends():
             with self._communicator(backend, num_sms) as comm:
+                if jax.process_count() > 1:
+                    self.report.say(str(comm))
                 medians = {}
                 for op in self._operations(inputs, comm):
                     with self._going_on(op.name, backend):
@@ -312,6 +323,14 @@ def _parse() -> argparse.Namespace:
         help='lines of the table, such as "plan,dispatch,dispatch + combine"',
     )
     add("--no-baselines", action="store_true", help="only jax_ep")
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="compare: all ranks in one process, and in N",
+    )
+    add("--place", help=argparse.SUPPRESS)  # one of several processes
     return parser.parse_args()
 
 

@@ -4,8 +4,9 @@
     python benchmarks/moe_layer.py --quick
     python benchmarks/moe_layer.py --only layers --T 4096 --H 2048 --E 128 --inner 768
 
-Three tables. local: expert_rows, permute, unpermute and what they need backward,
-in bytes read and written over time, against a plain copy of as many bytes. fp8:
+Four tables. local: expert_rows, permute, unpermute and what they need backward,
+in bytes read and written over time, against a plain copy of as many bytes. fused:
+dispatch and permute one after the other against the one kernel for both. fp8:
 dispatch in FP8 against bfloat16, with and without quantising. layers: forward,
 and forward + backward, of jax_ep.moe, of the same layer made of all_gather and
 psum_scatter, and of jax_ep.moe in plain JAX, with the temporary memory that XLA
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dispatch_combine import Stopwatch
-from inputs import Inputs
+from inputs import Inputs, as_bits, check_rows
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from options import parser as common_parser
@@ -33,9 +34,9 @@ from timing import AXIS, Chain, Stats, fence, first, link
 from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
-from jax_ep import expert_primitives, xla_backend
+from jax_ep import expert_primitives, fused_primitives, xla_backend
 
-SECTIONS = ("local", "fp8", "layers")
+SECTIONS = ("local", "fused", "fp8", "layers")
 
 
 def main() -> int:
@@ -71,6 +72,8 @@ class Benchmark:
         with jax_ep.Communicator(self.mesh, AXIS, backend=self.native) as comm:
             if "local" in self.options.only:
                 self._local(comm)
+            if "fused" in self.options.only:
+                self._fused(comm)
             if "fp8" in self.options.only:
                 self._fp8(comm)
             if "layers" in self.options.only:
@@ -137,6 +140,52 @@ class Benchmark:
                 share_of_copy=share,
                 workload=w.as_dict(),
             )
+
+    # Dispatch and permute in one kernel --------------------------------------
+
+    def _fused(self, comm: jax_ep.Communicator) -> None:
+        w = self._workload(workload_a if self.on_gpu else workload_cpu)
+        # Few tokens too, unless a number was asked for.
+        fewer = dataclasses.replace(w, num_tokens=max(1, w.num_tokens // 4))
+        for workload in (w,) if self.options.T else (w, fewer):
+            fused = Fused(self.mesh, workload, comm, self.options.alignment)
+            self.report.say(
+                f"\nfused: {workload}, alignment {self.options.alignment}, "
+                f"S = {fused.places}; both sides number the expert rows"
+            )
+            try:
+                fused.check()
+            except FAILURES as e:
+                self.report.say(f"dispatch_permute is not right: {e}")
+                self.failed = True
+                continue
+            columns = {"operation": 44, "us": 10, "p95": 10, "of two steps": 12}
+            self.report.head(columns)
+            two_steps: dict[bool, float] = {}
+            for name, chain, weighted in fused.lines(with_weights=workload is w):
+                stats = self._measure(name, lambda chain=chain: chain)
+                if stats is None:
+                    continue
+                if name.startswith("dispatch, "):
+                    two_steps[weighted] = stats.median
+                base = two_steps.get(weighted)
+                share = None if base is None else stats.median / base
+                self.report.row(
+                    [
+                        name,
+                        f"{stats.median:.1f}",
+                        f"{stats.p95:.1f}",
+                        "" if share is None else f"{share:.3f}",
+                    ]
+                )
+                self.report.record(
+                    "fused",
+                    operation=name,
+                    us=round(stats.median, 3),
+                    p95_us=round(stats.p95, 3),
+                    share_of_two_steps=share and round(share, 4),
+                    workload=workload.as_dict(),
+                )
 
     # FP8 ---------------------------------------------------------------------
 
@@ -220,6 +269,18 @@ class Benchmark:
         reference.close()
 
 
+def pairs_per_rank(w: Workload) -> list[int]:
+    """(token, k) pairs of each rank's experts."""
+    local = w.topk_idx.reshape(-1, w.top_k) // w.local_experts
+    return [int((local == r).sum()) for r in range(w.num_ranks)]
+
+
+def fitting_places(w: Workload, alignment: int) -> int:
+    """S that fits every group's pads, with nothing left over but for them."""
+    most = max(pairs_per_rank(w)) + w.local_experts * (alignment - 1)
+    return -(-most // alignment) * alignment
+
+
 class Local:
     """expert_rows, permute, unpermute, row_dots of one workload as chains.
 
@@ -233,14 +294,11 @@ class Local:
         self.inputs = Inputs(mesh, w)
         self.w = w
         self.alignment = alignment
-        local = w.topk_idx.reshape(-1, w.top_k) // w.local_experts
-        per_rank = [int((local == r).sum()) for r in range(w.num_ranks)]
+        per_rank = pairs_per_rank(w)
         busiest = int(np.argmax(per_rank))
         self.pairs = per_rank[busiest]
         self.rows = int(w.counts[:, busiest].sum())
-        # Every group's pads fit, and nothing is left over but for them.
-        most = max(per_rank) + w.local_experts * (alignment - 1)
-        self.places = -(-most // alignment) * alignment
+        self.places = fitting_places(w, alignment)
         prepare = self.inputs.per_rank(self._prepare)
         prepared = prepare(self.inputs.topk_idx)
         self.recv_topk_idx, self.expert_rows, self.ranges = prepared
@@ -401,6 +459,114 @@ class Local:
                 (self.rows + self.pairs) * row + 2 * index,
             ),
         ]
+
+
+class Fused:
+    """dispatch, expert_rows and permute, and dispatch_permute, as chains.
+
+    All chains are linked in the same way, through both arrays that decide where
+    rows go: a plan's routes, and recv_topk_idx, without which XLA would number
+    the expert rows once for all repetitions.
+    """
+
+    def __init__(self, mesh, w: Workload, comm: jax_ep.Communicator, alignment: int):
+        self.comm = comm
+        self.w = w
+        self.alignment = alignment
+        self.places = fitting_places(w, alignment)
+        self.inputs = Inputs(mesh, w)
+        weights = np.random.default_rng(1).random((w.num_ranks * w.num_tokens, w.top_k))
+        self.weights = self.inputs.put(weights.astype(np.float32))
+
+    def _plan(self, topk_idx):
+        return jax_ep.make_plan(
+            topk_idx,
+            comm=self.comm,
+            num_experts=self.w.num_experts,
+            capacity=self.w.num_slots,
+            expert_alignment=self.alignment,
+            expert_capacity=self.places,
+        )
+
+    @staticmethod
+    def _two_steps(plan, x, *others):
+        rows, *received = jax_ep.dispatch((x, *others), plan)
+        return jax_ep.permute(rows, plan), *received
+
+    @staticmethod
+    def _one_step(plan, x, *others):
+        rows, received = fused_primitives.dispatch_permute([x], others, plan)
+        return *rows, *received
+
+    def check(self) -> None:
+        """What dispatch brings against NumPy; then both ways, bit for bit."""
+
+        def wrong(topk_idx, x, weights):
+            plan = self._plan(topk_idx)
+            both = self._two_steps(plan, x, weights), self._one_step(plan, x, weights)
+            pairs = zip(*(map(as_bits, way) for way in both), strict=True)
+            return sum((a != b).any(1).sum() for a, b in pairs)
+
+        x, topk_idx = self.inputs.tokens, self.inputs.topk_idx
+        check_rows(
+            self.inputs,
+            lambda x, topk_idx: jax_ep.dispatch(x, self._plan(topk_idx)),
+            x,
+            topk_idx,
+        )
+        bad = self.inputs.wrong_rows(wrong, topk_idx, x, self.weights)
+        if bad:
+            raise AssertionError(f"{bad} rows differ from permute(dispatch(x))")
+
+    def _chain(self, name, move, *leaves) -> Chain:
+        def start(topk_idx, *leaves):
+            plan = fence(self._plan(topk_idx))
+            carried = plan._routes, plan.recv_topk_idx
+            return (plan, leaves, tuple(map(first, carried))), carried
+
+        def moved(context, carried):
+            plan, leaves, _ = context
+            routes, recv_topk_idx = carried
+            plan = dataclasses.replace(
+                plan, _routes=routes, recv_topk_idx=recv_topk_idx
+            )
+            return move(plan, *leaves)
+
+        def relink(context, carried, result):
+            sources = jax.tree.leaves(result)
+            return tuple(
+                link(array, value, *sources)
+                for array, value in zip(carried, context[2], strict=True)
+            )
+
+        return Chain(
+            name,
+            (self.inputs.topk_idx, *leaves),
+            start,
+            moved,
+            relink,
+            linked=self.inputs.routes,
+            links=2,
+        )
+
+    def lines(self, with_weights: bool):
+        """(name, chain, whether the router's weights travel along)."""
+        x, rows, weights = self.inputs.tokens, self.inputs.rows, self.weights
+        yield (
+            "dispatch",
+            self._chain("dispatch", lambda p, x: jax_ep.dispatch(x, p), x),
+            False,
+        )
+        permute = lambda p, rows: jax_ep.permute(rows, p)  # noqa: E731
+        yield "expert_rows, permute", self._chain("permute", permute, rows), False
+        for more, leaves in (("", (x,)), (" with weights", (x, weights))):
+            for name, move in (
+                ("dispatch, expert_rows, permute", self._two_steps),
+                ("expert_rows, dispatch_permute", self._one_step),
+            ):
+                yield name + more, self._chain(name, move, *leaves), bool(more)
+            if not with_weights:
+                break
 
 
 def fp8_lines(inputs: Inputs, comm: jax_ep.Communicator):
@@ -603,7 +769,7 @@ def _parse() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=SECTIONS,
         metavar="NAME[,NAME]",
-        help="tables: local, fp8, layers",
+        help="tables: local, fused, fp8, layers",
     )
     return parser.parse_args()
 

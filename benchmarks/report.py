@@ -32,7 +32,8 @@ FAILURES = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueE
 class Report:
     """Prints rows as they come and appends each as one JSON line."""
 
-    def __init__(self, json_path: str | None):
+    def __init__(self, json_path: str | None, *, quiet: bool = False):
+        self._quiet = quiet
         self._file: TextIO | None = None
         if json_path:
             path = pathlib.Path(json_path)
@@ -47,7 +48,8 @@ class Report:
             self._file.flush()
 
     def say(self, text: str = "") -> None:
-        print(text, flush=True)
+        if not self._quiet:
+            print(text, flush=True)
 
     def head(self, columns: Mapping[str, int]) -> None:
         """Starts a table: column names with widths; the first is left-aligned."""

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from layouts import agreed
 
 AXIS = "ep"
 # Keeps a GPU busy while the host enqueues the chain behind it, so that short
@@ -71,6 +72,7 @@ class Chain:
         fences before it fuses: so the result is carried through a loop, whose
         arrays are whole.
       max_length: longest chain that keeps the numbers finite.
+      links: how many arrays like `linked` a relink writes into.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Chain:
     linked: jax.Array | None = None
     opaque: bool = True
     max_length: int = 128
+    links: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +197,7 @@ def measure(
     run_short = compile_chain(mesh, chain, short, delay)
     run_short()
     once = max(min(_seconds(run_short) for _ in range(2)) - base_s, 1e-6) / short
+    once, base_s = agreed([once, base_s])  # every process runs the same chains
     most = max(chain.max_length - short, 2)
     extra = int(np.clip(budget.chain_s / once, min(budget.min_extra, most), most))
     long = short + extra

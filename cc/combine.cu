@@ -5,10 +5,13 @@
 // Roles:  block 0 publishes the addresses of this rank's inputs. In each block
 //         one warp loads the rows of a token after the other into a ring of
 //         stages by bulk copies, the other warps sum them; what bulk copies
-//         cannot load the summing warps load themselves. The last block closes
-//         with the peers.
-// Reads:  params.routes, leaves[].in of this rank and of the peers. Writes:
-//         leaves[].out of this rank, every row once.
+//         cannot load the summing warps load themselves. Leaves with rows out
+//         of reach follow through staging memory (cc/staged_combine.cuh). The
+//         last block closes with the peers.
+// Reads:  params.routes, leaves[].in of this rank and of the peers; num_recv
+// and
+//         recv_src for staged rows. Writes: leaves[].out of this rank, every
+//         row once.
 // Order:  publish (release; this rank's rows were written before it in stream
 //         order) -> the peers' WaitReady (acquire) -> their loads -> their
 //         CloseWithPeers (release) -> ours (acquire): only then may the rows be
@@ -22,6 +25,7 @@
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
+#include "cc/staged_combine.cuh"
 
 namespace jax_ep {
 namespace {
@@ -223,6 +227,38 @@ __device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
 
 #endif  // JAX_EP_HAS_BULK
 
+// Sums `leaves`, a bit for each, where some rank's buffer is out of reach of
+// others. Out of line: the direct part keeps its registers.
+__device__ __noinline__ void MoveStaged(const CombineParams& params,
+                                        const Control& control,
+                                        std::byte* const* inputs,
+                                        uint32_t leaves) {
+  __shared__ Flows flows;
+  __shared__ Arrivals arrivals;
+  const int32_t channel = blockIdx.x;
+  if (channel >= NumChannels(control)) return;
+  BeginStaged(control, channel == 0);
+  const Rings rings(control, channel);
+  const Team team = Team::Mine();
+  if (team.number == kSends) {
+    SendStaged(params, rings, team, flows);
+  } else if (team.number == kReceives) {
+    const Range tokens = TokensOf(control, channel, params.num_tokens);
+    FindFirstSlots(params, rings, team, tokens, arrivals);
+    uint64_t drained =
+        team.thread < rings.num_ranks() && rings.Leads(team.thread)
+            ? LoadCounter(rings.Drained(team.thread, rings.rank()))
+            : 0;
+    for (int32_t i = 0; i < params.num_leaves; ++i) {
+      if (!(leaves >> i & 1)) continue;
+      Summer summer(params, rings, team, inputs, i, arrivals, drained);
+      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
+        summer.Sum<decltype(element), decltype(wide)>(tokens);
+      });
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kCombineThreads, 1)
     CombineKernel(const __grid_constant__ CombineParams params) {
   __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
@@ -230,27 +266,31 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   if (blockIdx.x == 0) {
     __shared__ std::byte* own[kMaxLeaves];
     if (threadIdx.x < params.num_leaves) {
-      own[threadIdx.x] = const_cast<std::byte*>(params.leaves[threadIdx.x].in);
+      const Leaf& leaf = params.leaves[threadIdx.x];
+      own[threadIdx.x] = Published(control, leaf.in, leaf.exported);
     }
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
-  WaitReady(control, inputs, params.num_leaves);
-  const uint32_t bulk_leaves = BulkLeaves(params, inputs);
+  const bool staged = WaitReady(control, inputs, params.num_leaves);
+  const uint32_t staged_leaves = staged ? LeavesOutOfReach(params, inputs) : 0;
+  const uint32_t bulk_leaves = BulkLeaves(params, inputs) & ~staged_leaves;
 #if JAX_EP_HAS_BULK
   if (bulk_leaves != 0) SumBulk(params, inputs, bulk_leaves);
 #endif
   if (threadIdx.x < kRowThreads) {
     const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
     for (int32_t i = 0; i < params.num_leaves; ++i) {
-      if (bulk_leaves >> i & 1) continue;
+      if ((bulk_leaves | staged_leaves) >> i & 1) continue;
       WithElement(params.leaves[i].element, [&](auto element, auto wide) {
         SumPlain<decltype(element), decltype(wide)>(params, inputs, i, workers);
       });
     }
   }
+  if (staged) MoveStaged(params, control, inputs, staged_leaves);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
+    if (staged) EndStaged(control);
     AdvanceEpoch(control);
   }
 }

@@ -8,24 +8,26 @@
 //         link takes remote ones, and they must not take turns. Of the warps,
 //         the first kBulkWarps move rows by bulk copies through shared memory;
 //         the others zero the empty slots, then move what bulk copies cannot.
-//         The last block closes with the peers.
-// Reads:  params.routes, num_recv, leaves[].in. Writes: leaves[].out of this
-//         rank (empty slots, local rows) and of the peers (rows).
+//         Rows for buffers out of reach follow through staging memory
+//         (cc/staged_dispatch.cuh). The last block closes with the peers.
+// Reads:  params.routes, num_recv, leaves[].in; recv_src for staged rows.
+//         Writes: leaves[].out of this rank (empty slots, local rows) and of
+//         the peers (rows).
 // Order:  publish (release) -> the peers' WaitReady (acquire) -> their stores
 //         -> their CloseWithPeers (release) -> ours (acquire). Bulk stores are
 //         waited for and fenced before the block counts as finished.
 #include <cuda_runtime.h>
 
 #include "cc/device/bulk.cuh"
+#include "cc/device/bulk_mover.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
+#include "cc/staged_dispatch.cuh"
 
 namespace jax_ep {
 namespace {
-
-constexpr int kBulkWarps = 4;
 
 // Which rows this block moves, and its number among the blocks that do so.
 struct Role {
@@ -84,97 +86,16 @@ __device__ void MovePlain(const DispatchParams& params, const Role& role,
          item += workers.count) {
       const int64_t token = item / parts;
       const int2 route = InRole(params, role, RouteOf(params, token));
-      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      const uint64_t target = RowAt(params, outputs, i, route);
+      const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
       if (targets == 0) continue;
-      CopyRow(leaf.in + token * leaf.row_bytes,
-              RowAt(params, outputs, i, route), targets, leaf.row_bytes,
+      CopyRow(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
               static_cast<int32_t>(item % parts), parts);
     }
   }
 }
 
 #if JAX_EP_HAS_BULK
-
-constexpr int kStageBytes = 8192;
-constexpr int kStages = kBulkSharedBytes / kBulkWarps / kStageBytes;
-// Loads that a bulk warp has in flight; the other stages are being stored.
-constexpr int kLoads = kStages / 2;
-
-// A piece of a row in shared memory and where it goes.
-struct Stage {
-  uint64_t targets[kWarpSize];
-  uint32_t mask;
-  uint32_t bytes;
-  uint64_t loaded;  // mbarrier
-};
-
-// One warp's ring of stages. Pieces are loaded in turn and stored kLoads turns
-// later; lane 0 asks for all copies.
-class BulkMover {
- public:
-  __device__ BulkMover(Stage* stages, std::byte* bytes)
-      : stages_(stages), bytes_(bytes), lane_(threadIdx.x % kWarpSize) {
-    if (lane_ == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        bulk::InitBarrier(&stages_[i].loaded, 1);
-      }
-      bulk::FenceBarrierInit();
-    }
-    // Peers' buffers were acquired as ordinary memory.
-    bulk::FenceProxy();
-    __syncwarp();
-  }
-
-  // Moves `bytes` from `in` to the rows of all lanes in `mask`.
-  __device__ void Move(const std::byte* in, uint32_t bytes, uint64_t target,
-                       uint32_t mask) {
-    Stage& stage = stages_[turn_ % kStages];
-    if (lane_ == 0) {
-      // The piece that was here kStages turns ago has left shared memory.
-      bulk::WaitStoresRead<kStages - kLoads - 1>();
-      stage.mask = mask;
-      stage.bytes = bytes;
-      bulk::ArriveExpecting(&stage.loaded, bytes);
-      bulk::Load(bytes_ + turn_ % kStages * kStageBytes, in, bytes,
-                 &stage.loaded);
-    }
-    stage.targets[lane_] = target;
-    __syncwarp();
-    if (turn_ >= kLoads) StorePiece(turn_ - kLoads);
-    ++turn_;
-  }
-
-  // Stores what is left and waits until all rows have landed.
-  __device__ void Finish() {
-    for (uint32_t t = turn_ < kLoads ? 0 : turn_ - kLoads; t < turn_; ++t) {
-      StorePiece(t);
-    }
-    if (lane_ == 0) {
-      bulk::WaitStores();
-      bulk::FenceProxy();
-    }
-    __syncwarp();
-  }
-
- private:
-  __device__ void StorePiece(uint32_t turn) {
-    if (lane_ == 0) {
-      Stage& stage = stages_[turn % kStages];
-      bulk::WaitBarrier(&stage.loaded, turn / kStages & 1);
-      for (uint32_t left = stage.mask; left != 0; left &= left - 1) {
-        bulk::Store(reinterpret_cast<void*>(stage.targets[__ffs(left) - 1]),
-                    bytes_ + turn % kStages * kStageBytes, stage.bytes);
-      }
-      bulk::CommitStores();
-    }
-    __syncwarp();
-  }
-
-  Stage* stages_;
-  std::byte* bytes_;
-  int32_t lane_;
-  uint32_t turn_ = 0;
-};
 
 __device__ void MoveBulk(const DispatchParams& params, const Role& role,
                          std::byte* const* outputs, uint32_t bulk_leaves,
@@ -200,10 +121,10 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
       if (item + workers.count < items) {
         next = RouteOf(params, (item + workers.count) / parts);
       }
-      const uint32_t targets = __ballot_sync(kAllLanes, route.x >= 0);
+      const uint64_t target = RowAt(params, outputs, i, route);
+      const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
       if (targets == 0) continue;
       const std::byte* in = leaf.in + token * leaf.row_bytes;
-      const uint64_t target = RowAt(params, outputs, i, route);
       for (int64_t piece = pieces * part / parts;
            piece < pieces * (part + 1) / parts; ++piece) {
         const int64_t begin = piece * piece_bytes;
@@ -226,12 +147,13 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   if (blockIdx.x == 0) {
     __shared__ std::byte* own[kMaxLeaves];
     if (threadIdx.x < params.num_leaves) {
-      own[threadIdx.x] = params.leaves[threadIdx.x].out;
+      const Leaf& leaf = params.leaves[threadIdx.x];
+      own[threadIdx.x] = Published(control, leaf.out, leaf.exported);
     }
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
-  WaitReady(control, outputs, params.num_leaves);
+  const bool staged = WaitReady(control, outputs, params.num_leaves);
 
   const Role role = RoleOf(control.num_ranks());
   const uint32_t bulk_leaves = BulkLeaves(params, outputs);
@@ -255,8 +177,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         params, role, outputs, bulk_leaves,
         WarpsOf(role.block, role.blocks, bulk_warps, kRowWarps - bulk_warps));
   }
+  if (staged) MoveStaged(params, control, outputs);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
+    if (staged) EndStaged(control);
     AdvanceEpoch(control);
   }
 }

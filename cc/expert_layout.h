@@ -38,6 +38,43 @@ JAX_EP_HOST_DEVICE constexpr int64_t ExpertRowsWorkspaceSize(
   return ExpertRowsChunks(num_pairs, local_experts).chunks * local_experts;
 }
 
+// Scratch of dispatch_permute on each rank: words that say how far its peers'
+// movers are, (epoch << 32 | payload), and one that counts claims here. Many
+// blocks poll them, so that each word has a line of its own.
+struct ProgressLayout {
+  // Blocks of a rank that move rows to its peers: a warp looks at all of them.
+  static constexpr int32_t kMaxMovers = 32;
+  static constexpr int64_t kLineWords = 16;  // u64
+
+  int32_t num_ranks;
+
+  JAX_EP_HOST_DEVICE constexpr explicit ProgressLayout(int32_t ranks)
+      : num_ranks(ranks) {}
+
+  // Offsets in u64 words. The number of movers of a source,
+  JAX_EP_HOST_DEVICE constexpr int64_t movers(int32_t source) const {
+    return int64_t{source} * (1 + kMaxMovers) * kLineWords;
+  }
+  // how many of its tokens a mover is done with,
+  JAX_EP_HOST_DEVICE constexpr int64_t done(int32_t source,
+                                            int32_t mover) const {
+    return movers(source) + (1 + mover) * kLineWords;
+  }
+  // and the rows that were claimed for copying.
+  JAX_EP_HOST_DEVICE constexpr int64_t claimed() const {
+    return movers(num_ranks);
+  }
+  JAX_EP_HOST_DEVICE constexpr int64_t size() const {
+    return claimed() + kLineWords;
+  }
+};
+
+// The same in int32 elements.
+JAX_EP_HOST_DEVICE constexpr int64_t DispatchPermuteWorkspaceSize(
+    int32_t num_ranks) {
+  return 2 * ProgressLayout(num_ranks).size();
+}
+
 }  // namespace jax_ep
 
 #endif  // JAX_EP_CC_EXPERT_LAYOUT_H_

@@ -21,6 +21,12 @@ inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
 inline constexpr int kMaxLeaves = 16;
+// Pieces of memory that a rank can share with other processes: the arenas in
+// which XLA's buffers lie.
+inline constexpr int kMaxRegions = 8;
+// Set in a published address that lies in no such piece: ranks of other
+// processes cannot reach it. No address has this bit.
+inline constexpr uint64_t kNotExported = uint64_t{1} << 63;
 
 // Experts that a rank owns at most: expert e lives on rank e / that number.
 JAX_EP_HOST_DEVICE constexpr int32_t LocalExperts(int32_t num_experts,
@@ -47,9 +53,10 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
 //   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
-//             its channel, then both halves of each of its addresses
+//             its tag, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
+//   turn      u64, rank 0 says that staging memory is this operation's
 struct ControlLayout {
   static constexpr int64_t kSlots = 1024;
   static constexpr int32_t kReadyWords = 1 + 2 * kMaxLeaves;
@@ -59,6 +66,7 @@ struct ControlLayout {
   int64_t ready;
   int64_t done;
   int64_t counts;
+  int64_t turn;
   int64_t slot_bytes;
 
   JAX_EP_HOST_DEVICE constexpr explicit ControlLayout(int32_t num_ranks)
@@ -67,24 +75,28 @@ struct ControlLayout {
         ready(8),
         done(ready + int64_t{num_ranks} * kReadyWords * 8),
         counts(done + num_ranks * 8),
-        slot_bytes((counts + int64_t{num_ranks} * num_ranks * 8 + 127) / 128 *
-                   128) {}
+        turn(counts + int64_t{num_ranks} * num_ranks * 8),
+        slot_bytes((turn + 8 + 127) / 128 * 128) {}
 
   JAX_EP_HOST_DEVICE constexpr int64_t size() const {
     return kSlots * slot_bytes;
   }
 };
 
-// Staging memory of one process: what its peers on the same host write and it
-// reads, in shared memory, cut as [channel][peer][slot]. Every word has a cache
-// line of its own, so that channels never contend. It begins with a header that
-// set-up writes; a channel is cut as
-//   asleep  u32, the reader's thread sleeps on this futex
+// Staging memory: what the peers of its owner write and the owner reads, cut as
+// [channel][peer][slot]. On the host the owner is a process, in shared memory;
+// on GPUs it is a rank, behind its control memory. Every word has a cache line
+// of its own, so that channels never contend. It begins with a header of one
+// line: what set-up writes (host), or in rank 0's memory the word that says
+// which operation's turn it is (GPUs). A channel is cut as
+//   asleep  u32, the reader's thread sleeps on this futex (host)
 //   tail    [peer] u64, slots filled so far; the peer is the producer
-//   head    [peer] u64, slots drained so far; the owner is the consumer
+//   head    [peer] u64, slots drained so far: host, of what the owner consumes;
+//           GPUs, of what it produces, so that it polls its own memory
 //   slots   [peer][num_slots][slot_bytes]
-// Peers are the other processes in order: process p of P stands at p in the
-// memory of those below it, and at p - 1 in the memory of those above.
+// On GPUs the second word of a tail's line is the owner's own: slots drained so
+// far. Peers are the other owners in order: p of P stands at p in the memory of
+// those below it, and at p - 1 in the memory of those above.
 struct StagingLayout {
   static constexpr int64_t kLine = 128;
   // A call is announced in one slot.
@@ -102,9 +114,9 @@ struct StagingLayout {
   // cost the least; then as many as there is room for.
   JAX_EP_HOST_DEVICE constexpr StagingLayout(int64_t staging_bytes,
                                              int64_t channels,
-                                             int64_t num_processes)
+                                             int64_t num_owners)
       : num_channels(channels),
-        num_peers(num_processes > 1 ? num_processes - 1 : 1),
+        num_peers(num_owners > 1 ? num_owners - 1 : 1),
         num_slots(0),
         slot_bytes(0),
         channel_bytes(0) {
@@ -117,8 +129,8 @@ struct StagingLayout {
   }
 
   // The least staging_bytes that Valid() accepts.
-  static constexpr int64_t MinBytes(int64_t channels, int64_t num_processes) {
-    const int64_t peers = num_processes > 1 ? num_processes - 1 : 1;
+  static constexpr int64_t MinBytes(int64_t channels, int64_t num_owners) {
+    const int64_t peers = num_owners > 1 ? num_owners - 1 : 1;
     return channels * peers * kMinSlots * kMinSlotBytes;
   }
 
@@ -128,22 +140,59 @@ struct StagingLayout {
   }
 
   // Where `peer` stands in the memory of `owner`.
-  static constexpr int64_t PeerIndex(int64_t owner, int64_t peer) {
+  JAX_EP_HOST_DEVICE static constexpr int64_t PeerIndex(int64_t owner,
+                                                        int64_t peer) {
     return peer < owner ? peer : peer - 1;
   }
 
-  constexpr int64_t asleep(int64_t channel) const {
+  JAX_EP_HOST_DEVICE constexpr int64_t asleep(int64_t channel) const {
     return kLine + channel * channel_bytes;
   }
-  constexpr int64_t tail(int64_t channel, int64_t peer) const {
+  JAX_EP_HOST_DEVICE constexpr int64_t tail(int64_t channel,
+                                            int64_t peer) const {
     return asleep(channel) + kLine * (1 + peer);
   }
-  constexpr int64_t head(int64_t channel, int64_t peer) const {
+  JAX_EP_HOST_DEVICE constexpr int64_t drained(int64_t channel,
+                                               int64_t peer) const {
+    return tail(channel, peer) + 8;
+  }
+  JAX_EP_HOST_DEVICE constexpr int64_t head(int64_t channel,
+                                            int64_t peer) const {
     return asleep(channel) + kLine * (1 + num_peers + peer);
   }
-  constexpr int64_t slot(int64_t channel, int64_t peer, int64_t i) const {
+  JAX_EP_HOST_DEVICE constexpr int64_t slot(int64_t channel, int64_t peer,
+                                            int64_t i) const {
     return asleep(channel) + kLine * (1 + 2 * num_peers) +
            (peer * num_slots + i) * slot_bytes;
+  }
+};
+
+// How rows fill the slots of a ring on GPUs. Rows that fit stand whole, as many
+// to a slot as there is room for; a larger one is cut into about equal pieces,
+// a piece to a slot. Both ends know it from the sizes alone.
+struct RowCut {
+  int64_t row_bytes;
+  int64_t pieces;       // of a row
+  int64_t piece_bytes;  // from piece to piece, a multiple of 16
+  int64_t per_slot;     // pieces; 1 where rows are cut
+
+  // `slot_bytes` is a multiple of 16.
+  JAX_EP_HOST_DEVICE constexpr RowCut(int64_t row, int64_t slot_bytes)
+      : row_bytes(row),
+        pieces((row + slot_bytes - 1) / slot_bytes),
+        piece_bytes(((row + pieces - 1) / pieces + 15) / 16 * 16),
+        per_slot(slot_bytes / piece_bytes) {}
+
+  // The first byte of piece `part` in its row, and its size.
+  JAX_EP_HOST_DEVICE constexpr int64_t begin(int64_t part) const {
+    return part * piece_bytes;
+  }
+  JAX_EP_HOST_DEVICE constexpr int64_t bytes(int64_t part) const {
+    return part < pieces - 1 ? piece_bytes : row_bytes - begin(part);
+  }
+  // Slots that so many pieces take.
+  JAX_EP_HOST_DEVICE constexpr int64_t slots(int64_t count) const {
+    return (count + per_slot - 1) / per_slot;
   }
 };
 

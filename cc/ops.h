@@ -36,6 +36,9 @@ struct PlanParams {
   int32_t* expert_counts;   // [L]
   int32_t* group_sizes;     // [L]
   int32_t* workspace;       // PlanWorkspaceSize elements
+  // Whether other processes can reach recv_topk_idx, recv_src and workspace;
+  // looked at only where there are other processes.
+  bool exported[3];
 };
 
 struct Leaf {
@@ -43,6 +46,9 @@ struct Leaf {
   std::byte* out;
   int64_t row_bytes;
   Element element;
+  // Whether other processes can reach the side of the receive buffer: `out` in
+  // dispatch, `in` in combine; looked at only where there are other processes.
+  bool exported = false;
 };
 
 struct RowParams {
@@ -52,7 +58,8 @@ struct RowParams {
   int64_t num_tokens;
   int64_t capacity;
   const int32_t* routes;    // [T, routes_per_token, 2]
-  const int32_t* num_recv;  // [], dispatch only
+  const int32_t* num_recv;  // []
+  const int32_t* recv_src;  // [C]
   Leaf leaves[kMaxLeaves];
 };
 

@@ -10,6 +10,13 @@
 
 namespace jax_ep {
 
+// Memory of a rank of another process, as set-up mapped it for this rank.
+struct Region {
+  uint64_t begin;  // in the owner's addresses
+  uint64_t bytes;  // 0: no region
+  uint64_t here;   // where this rank's device sees it
+};
+
 struct PeerView {
   int32_t rank;
   int32_t num_ranks;
@@ -19,13 +26,27 @@ struct PeerView {
   // Control memory of each rank (cc/layout.h, ControlLayout), at addresses that
   // this rank's device can use. control[rank] is its own.
   std::byte* control[kMaxRanks];
+  // What follows serves groups of several processes. Bit r is set where rank r
+  // belongs to this rank's process, so that its addresses are good as they are.
+  uint64_t same_process;
+  // [R][kMaxRegions] in this device's memory, those of rank r from
+  // r * kMaxRegions on; nullptr where all ranks belong to one process.
+  const Region* regions;
+  // How staging memory is cut, from ControlLayout::size() on in each rank's
+  // control memory. Equal on all ranks, and no more channels than num_sms of
+  // any rank: a channel is a block. 0 where all ranks belong to one process.
+  int32_t num_channels;
+  int64_t staging_bytes;
 };
 
 // One operation of one call site.
 struct Operation {
   PeerView view;
   int32_t slot;      // control slot, in [0, ControlLayout::kSlots)
-  uint32_t channel;  // for messages, and to tell operations apart
+  uint32_t channel;  // for messages
+  // Equal on all ranks in the same operation: its channel in the low half, a
+  // hash of what else tells operations apart, sizes included, in the high half.
+  uint32_t tag;
 };
 
 }  // namespace jax_ep

@@ -11,20 +11,11 @@
 #include "cc/device/expert_items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/weighted_rows.cuh"
+#include "cc/device/zero.cuh"
 #include "cc/expert_ops.h"
 
 namespace jax_ep {
 namespace {
-
-template <typename Unit>
-__device__ __forceinline__ void ZeroUnits(std::byte* begin, int64_t bytes,
-                                          int64_t thread, int64_t threads) {
-  Unit* units = reinterpret_cast<Unit*>(begin);
-  const int64_t size = bytes / static_cast<int64_t>(sizeof(Unit));
-  for (int64_t at = thread; at < size; at += threads) {
-    StoreUnit(units + at, Unit{});
-  }
-}
 
 __device__ void ZeroRange(const PermuteParams& params, int32_t range,
                           int64_t thread, int64_t threads) {
@@ -33,17 +24,8 @@ __device__ void ZeroRange(const PermuteParams& params, int32_t range,
   if (begin >= end) return;
   for (int32_t i = 0; i < params.num_leaves; ++i) {
     const Leaf& leaf = params.leaves[i];
-    std::byte* out = leaf.out + begin * leaf.row_bytes;
-    const int64_t bytes = (end - begin) * leaf.row_bytes;
-    const int32_t unit = UnitBytes(reinterpret_cast<uint64_t>(out) |
-                                   static_cast<uint64_t>(bytes));
-    if (unit == 16) {
-      ZeroUnits<uint4>(out, bytes, thread, threads);
-    } else if (unit >= 4) {
-      ZeroUnits<uint32_t>(out, bytes, thread, threads);
-    } else {
-      ZeroUnits<uint8_t>(out, bytes, thread, threads);
-    }
+    ZeroBytes(leaf.out + begin * leaf.row_bytes, (end - begin) * leaf.row_bytes,
+              thread, threads);
   }
 }
 

@@ -5,7 +5,9 @@
 //         peers its counts and the addresses of its outputs. Every other block
 //         counts the tokens before its own. Then each turns its tokens into
 //         slots, keeps them as routes and writes the receiver's metadata. The
-//         last block closes with the peers and adds up the expert counts.
+//         last block passes on through staging memory what is for outputs out
+//         of reach (cc/staged_plan.cuh), closes with the peers and adds up the
+//         expert counts.
 //         Each block reads the ids before its own again because a block that
 //         waits for another of its launch may keep that one from running; the
 //         ids stand in the L2, and no block takes longer than block 0.
@@ -19,6 +21,7 @@
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
+#include "cc/staged_plan.cuh"
 
 namespace jax_ep {
 namespace {
@@ -34,10 +37,6 @@ constexpr int kChunksPerBlock = 8;
 constexpr int kSharedExperts = 2048;
 // Counters of a warp: lane l counts for the ranks l, l + 32, ...
 constexpr int kCounters = kMaxRanks / kWarpSize;
-
-// Addresses that peers need: outputs written from afar.
-enum Address { kRecvTopkIdx, kRecvSrc, kReceived, kNumAddresses };
-static_assert(kNumAddresses <= kMaxLeaves);
 
 struct Scratch {
   std::byte* peers[kNumAddresses * kMaxRanks];
@@ -89,7 +88,7 @@ struct Planner {
   __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
   __device__ void CountTokens(int64_t end) const;
   __device__ void Publish() const;
-  __device__ void LearnSlots() const;
+  __device__ bool LearnSlots() const;
   __device__ void WriteTokens(Range chunks) const;
   __device__ void WriteRoutes(int64_t token, uint64_t ranks) const;
   __device__ void WriteRow(int64_t token, int32_t rank, int32_t slot) const;
@@ -163,8 +162,9 @@ __device__ void Planner::Publish() const {
   __syncthreads();
 }
 
-// The rows of earlier ranks stand before this rank's.
-__device__ void Planner::LearnSlots() const {
+// The rows of earlier ranks stand before this rank's. Returns whether some
+// rank's outputs are out of reach of others.
+__device__ bool Planner::LearnSlots() const {
   const int32_t me = control.rank();
   for (int32_t i = threadIdx.x; i < num_ranks * num_ranks; i += kPlanThreads) {
     const int32_t source = i / num_ranks;
@@ -175,13 +175,15 @@ __device__ void Planner::LearnSlots() const {
     if (source < me) atomicAdd(&scratch.next_slot[to], rows);
     if (to == me) scratch.received_rows[source] = rows;
   }
-  WaitReady(control, scratch.peers, kNumAddresses);
+  const bool staged = WaitReady(control, scratch.peers, kNumAddresses);
+  if (staged) ReachAllOrNone(control, scratch.peers);
   if (threadIdx.x == 0) {
     int32_t demand = 0;
     for (int32_t r = 0; r < num_ranks; ++r) demand += scratch.received_rows[r];
     scratch.demand = demand;
   }
   __syncthreads();
+  return staged;
 }
 
 // Turns the tokens of `chunks` into routes and metadata, a chunk to a warp.
@@ -228,7 +230,9 @@ __device__ void Planner::WriteRoutes(int64_t token, uint64_t ranks) const {
         scratch.warp_rows[warp][r] + __popc(goes & ((1u << lane) - 1));
     const bool kept = slot < params.capacity;
     route[num_routes++] = kept ? int2{r, slot} : int2{-1, -1};
-    if (kept) WriteRow(token, r, slot);
+    if (kept && scratch.peers[kRecvSrc * num_ranks + r] != nullptr) {
+      WriteRow(token, r, slot);
+    }
   }
   if (token < params.num_tokens) {
     for (; num_routes < width; ++num_routes) route[num_routes] = {-1, -1};
@@ -347,10 +351,11 @@ __global__ void __launch_bounds__(kPlanThreads)
       params.workspace[i] = 0;
     }
     if (threadIdx.x == 0) {
-      scratch.own[kRecvTopkIdx] =
-          reinterpret_cast<std::byte*>(params.recv_topk_idx);
-      scratch.own[kRecvSrc] = reinterpret_cast<std::byte*>(params.recv_src);
-      scratch.own[kReceived] = reinterpret_cast<std::byte*>(params.workspace);
+      int32_t* const own[] = {params.recv_topk_idx, params.recv_src,
+                              params.workspace};
+      for (int32_t i = 0; i < kNumAddresses; ++i) {
+        scratch.own[i] = Published(control, own[i], params.exported[i]);
+      }
     }
     __syncthreads();
     // Before the counting: the peers' answers travel meanwhile.
@@ -360,13 +365,17 @@ __global__ void __launch_bounds__(kPlanThreads)
   } else {
     planner.CountTokens(chunks.begin * kChunk);
   }
-  planner.LearnSlots();
+  const bool staged = planner.LearnSlots();
   planner.WriteTokens(chunks);
   planner.FillEmptySlots();
   planner.SendExpertCounts();
   if (blockIdx.x == 0) planner.WriteTotals();
   if (IsLastBlock(control)) {
+    if (staged) {
+      MoveStaged(params, control, scratch.peers, scratch.received_rows);
+    }
     CloseWithPeers(control);
+    if (staged) EndStaged(control);
     planner.WriteExpertCounts();
     AdvanceEpoch(control);
   }

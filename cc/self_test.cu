@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "cc/current_device.h"
+#include "cc/expert_layout.h"
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
@@ -21,6 +23,7 @@ constexpr int32_t kTokens = 4;
 constexpr int32_t kTopK = 2;
 constexpr int32_t kExperts = 4;
 constexpr int32_t kColumns = 128;
+constexpr int32_t kPairs = kTokens * kTopK;
 
 std::string Problem(int ordinal, const char* step, cudaError_t error) {
   return "GPU " + std::to_string(ordinal) + ": " + step +
@@ -58,9 +61,12 @@ struct Buffers {
   PlanParams plan = {};
   RowParams dispatch = {};
   RowParams combine = {};
+  ExpertRowsParams expert_rows = {};
+  DispatchPermuteParams dispatch_permute = {};
   int32_t* topk_idx;
   float* in;
   float* out;
+  float* grouped;  // [kPairs, kColumns]
 };
 
 Buffers Cut(Arena& arena, bool has_bulk) {
@@ -104,6 +110,7 @@ Buffers Cut(Arena& arena, bool has_bulk) {
   r.capacity = kTokens;
   r.routes = p.routes;
   r.num_recv = p.num_recv;
+  r.recv_src = p.recv_src;
   b.dispatch = b.combine = r;
   const int64_t row_bytes = kColumns * sizeof(float);
   b.dispatch.leaves[0] = {reinterpret_cast<const std::byte*>(b.in),
@@ -112,7 +119,46 @@ Buffers Cut(Arena& arena, bool has_bulk) {
   b.combine.leaves[0] = {reinterpret_cast<const std::byte*>(rows),
                          reinterpret_cast<std::byte*>(b.out), row_bytes,
                          Element::kF32};
+
+  ExpertRowsParams& e = b.expert_rows;
+  e.local_experts = kExperts;
+  e.expert_alignment = 1;
+  e.num_pairs = kPairs;
+  e.expert_capacity = kPairs;
+  e.recv_topk_idx = p.recv_topk_idx;
+  e.expert_rows = arena.Take<int32_t>(kPairs);
+  e.empty_ranges = arena.Take<int32_t>(2 * (kExperts + 1));
+  e.workspace = arena.Take<int32_t>(ExpertRowsWorkspaceSize(kPairs, kExperts));
+
+  DispatchPermuteParams& d = b.dispatch_permute;
+  d.rows = b.dispatch;
+  d.rows.leaves[0].out =
+      reinterpret_cast<std::byte*>(arena.Take<float>(kTokens * kColumns));
+  d.num_grouped = 1;
+  d.top_k = kTopK;
+  d.num_ranges = kExperts + 1;
+  d.recv_counts = p.recv_counts;
+  d.recv_src = p.recv_src;
+  d.expert_rows = e.expert_rows;
+  d.empty_ranges = e.empty_ranges;
+  d.workspace = arena.Take<uint64_t>(ProgressLayout(1).size());
+  b.grouped = arena.Take<float>(kPairs * kColumns);
+  d.grouped[0] = reinterpret_cast<std::byte*>(b.grouped);
   return b;
+}
+
+// What dispatch_permute makes of `in`: the tokens of each expert in turn.
+std::vector<float> Grouped(const std::vector<int32_t>& ids,
+                           const std::vector<float>& in) {
+  std::vector<float> out;
+  for (int32_t expert = 0; expert < kExperts; ++expert) {
+    for (int32_t pair = 0; pair < kPairs; ++pair) {
+      if (ids[pair] != expert) continue;
+      const auto row = in.begin() + pair / kTopK * kColumns;
+      out.insert(out.end(), row, row + kColumns);
+    }
+  }
+  return out;
 }
 
 std::string RunOnce(int ordinal) {
@@ -121,8 +167,9 @@ std::string RunOnce(int ordinal) {
     return Problem(ordinal, "allocation", arena.status());
   }
   const Buffers b = Cut(arena, HasBulk(ordinal));
-  std::vector<int32_t> ids(kTokens * kTopK);
+  std::vector<int32_t> ids(kPairs);
   std::vector<float> in(kTokens * kColumns), out(in.size());
+  std::vector<float> grouped(kPairs * kColumns);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i * 3 % kExperts;
   for (size_t i = 0; i < in.size(); ++i) in[i] = 1.5f * (i + 1);
   cudaStream_t stream;
@@ -139,12 +186,19 @@ std::string RunOnce(int ordinal) {
   if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
   if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
   if (status == cudaSuccess) check(LaunchCombine(b.combine, stream));
+  if (status == cudaSuccess) check(LaunchExpertRows(b.expert_rows, stream));
+  if (status == cudaSuccess) {
+    check(LaunchDispatchPermute(b.dispatch_permute, stream));
+  }
   check(cudaMemcpyAsync(out.data(), b.out, out.size() * sizeof(float),
                         cudaMemcpyDeviceToHost, stream));
+  check(cudaMemcpyAsync(grouped.data(), b.grouped,
+                        grouped.size() * sizeof(float), cudaMemcpyDeviceToHost,
+                        stream));
   check(cudaStreamSynchronize(stream));
   cudaStreamDestroy(stream);
   if (status != cudaSuccess) return Problem(ordinal, "self-test", status);
-  if (in != out) {
+  if (in != out || grouped != Grouped(ids, in)) {
     return "GPU " + std::to_string(ordinal) +
            ": self-test moved rows to wrong places";
   }
@@ -180,23 +234,23 @@ bool HasBulk(int ordinal) {
 }
 
 std::string SelfTest(int ordinal) {
-  int previous = 0;
-  cudaGetDevice(&previous);
-  cudaError_t status = cudaSetDevice(ordinal);
+  const OnDevice current(ordinal);
+  cudaError_t status = current.status();
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
-  kernels.insert(kernels.end(),
-                 {PlanKernelAddress(), DispatchKernelAddress(),
-                  CombineKernelAddress(), PermuteKernelAddress(),
-                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  kernels.insert(
+      kernels.end(),
+      {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress(),
+       DispatchPermuteKernelAddress(), PermuteKernelAddress(),
+       UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;
   }
   if (problem.empty() && HasBulk(ordinal)) {
-    for (const void* kernel :
-         {DispatchKernelAddress(), CombineKernelAddress()}) {
+    for (const void* kernel : {DispatchKernelAddress(), CombineKernelAddress(),
+                               DispatchPermuteKernelAddress()}) {
       status = cudaFuncSetAttribute(kernel,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     kBulkSharedBytes);
@@ -206,7 +260,6 @@ std::string SelfTest(int ordinal) {
     }
   }
   if (problem.empty()) problem = RunOnce(ordinal);
-  cudaSetDevice(previous);
   return problem;
 }
 

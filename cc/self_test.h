@@ -6,10 +6,10 @@
 
 namespace jax_ep {
 
-// Runs plan, dispatch and combine on GPU `ordinal` with one rank and checks the
-// rows. Returns what is wrong in words, or "" where nothing is. Allocates and
-// synchronises: for set-up only. A kernel that is first loaded later would
-// dead-lock behind one that waits for it.
+// Runs plan, dispatch, combine, expert_rows and dispatch_permute on GPU
+// `ordinal` with one rank and checks the rows. Returns what is wrong in words,
+// or "" where nothing is. Allocates and synchronises: for set-up only. A kernel
+// that is first loaded later would dead-lock behind one that waits for it.
 std::string SelfTest(int ordinal);
 
 // Whether GPU `ordinal` has bulk copies and kBulkSharedBytes for them.

@@ -4,7 +4,8 @@
     srun -n 4 python examples/multi_process.py                  # under Slurm
     mpirun -n 4 python examples/multi_process.py                # under Open MPI
 
-Under Slurm and Open MPI `jax.distributed.initialize()` finds the other processes.
+Under Slurm and Open MPI `jax.distributed.initialize()` finds the other processes (for
+Open MPI 5 it wants jax 0.11 and mpi4py).
 The ranks of a group lie in all processes, so rows cross between them in every layer.
 The losses are those of one process. Process 0 writes loss.csv to --out.
 """

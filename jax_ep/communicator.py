@@ -46,7 +46,7 @@ class Communicator:
         *,
         backend: str | None = None,
         num_sms: int | None = None,
-        num_channels: int = 2,
+        num_channels: int | None = None,
         staging_bytes: int = 16 << 20,
         timeout_s: float = 30.0,
     ):
@@ -60,12 +60,14 @@ class Communicator:
             why it fell back.
           num_sms: multiprocessors that one CUDA operation uses. Default: what
             fills the link, see docs/design.md.
-          num_channels: threads of this process that exchange rows with other
-            processes of the host. Rows inside a process, and rows between GPUs
-            that reach each other's memory, need none.
+          num_channels: what exchanges staged rows with other processes of the
+            host: on CPU threads of this process (default 2), on a GPU blocks of
+            a kernel, at most num_sms (default: as many). Rows inside a process,
+            and rows between GPUs into whose memory the others store, need none.
           staging_bytes: shared memory through which other processes send rows
-            to this one, all channels and processes together. Rows of any size
-            and number go through; more memory lets senders run ahead further.
+            to this one, on GPUs through which other ranks send them to each rank
+            of this one; all channels and peers together. Rows of any size and
+            number go through; more memory lets senders run ahead further.
           timeout_s: how long a rank waits for its peers inside an operation
             before the operation fails: on CPU with JaxRuntimeError, on a GPU
             with a message and a trap, which also reaches the user as
@@ -90,9 +92,14 @@ class Communicator:
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._pid = os.getpid()
         self._memory_bytes = 0
+        self._exported: frozenset[int] = frozenset()
         self._links: bootstrap.Links | None = None
         self._peers = self._meet(backend)
-        release = self._set_up(backend)
+        try:
+            release = self._set_up(backend)
+        finally:
+            if self._links is not None:
+                self._links.close()
         # Runs once: on close(), or when the last reference goes.
         self._finalizer = weakref.finalize(self, _release_here, release, self._pid)
         # At exit the process takes everything with it.
@@ -107,15 +114,10 @@ class Communicator:
             problem = self._why_not(choice)
             if problem is None:
                 self.backend, self.id = choice, self._agree_on_id()
-                if choice == "cuda":
-                    self._memory_bytes = peer_memory.control_bytes(self._groups)
-                    return peer_memory.set_up_cuda(
-                        self.id,
-                        self._groups,
-                        num_sms=self._num_sms,
-                        timeout_s=self.timeout_s,
-                    )
-                return self._set_up_host()
+                try:
+                    return self._set_up_native()
+                except peer_memory.CannotWork as error:
+                    problem = str(error)
             if backend is not None:
                 raise RuntimeError(
                     f"jax_ep.Communicator: backend {choice!r} cannot work here: "
@@ -176,16 +178,15 @@ class Communicator:
                 f"{platform} devices, found {sorted(_platforms(self._groups))}"
             )
         if backend == "cuda":
-            problem = (
-                "one process for each GPU is not supported yet"
-                if self._peers
-                else peer_memory.why_not_cuda(self._groups)
-            )
+            problem = peer_memory.why_not_cuda(self._groups)
         else:
             problem = staging.why_not_host()
         if self._peers is None:
             return problem
-        return self._peers.agree(f"backend {backend}", problem) or self._connect()
+        problem = self._peers.agree(f"backend {backend}", problem) or self._connect()
+        if problem is None and backend == "cuda":
+            problem = peer_memory.why_not_between(self._groups, self._peers)
+        return problem
 
     def _connect(self) -> str | None:
         """Connects the processes; says which cannot reach each other."""
@@ -211,18 +212,23 @@ class Communicator:
             _next_id = agreed + 1
             return agreed
 
-    def _set_up_host(self) -> Callable[[], Any]:
-        held = staging.set_up_host(
-            self.id,
-            self._groups,
-            timeout_s=self.timeout_s,
-            num_channels=self._num_channels,
-            staging_bytes=self._staging_bytes,
-            processes=self._peers,
-            links=self._links,
+    def _set_up_native(self) -> Callable[[], Any]:
+        shared: dict[str, Any] = {
+            "timeout_s": self.timeout_s,
+            "num_channels": self._num_channels,
+            "staging_bytes": self._staging_bytes,
+            "processes": self._peers,
+            "links": self._links,
+        }
+        if self.backend == "cpu":
+            host = staging.set_up_host(self.id, self._groups, **shared)
+            self._memory_bytes = host.memory_bytes
+            return host.release
+        gpus = peer_memory.set_up_cuda(
+            self.id, self._groups, num_sms=self._num_sms, **shared
         )
-        self._memory_bytes = held.memory_bytes
-        return held.release
+        self._memory_bytes, self._exported = gpus.memory_bytes, gpus.exported
+        return gpus.release
 
     def _check_arguments(self, backend: str | None) -> None:
         where = "jax_ep.Communicator"
@@ -247,16 +253,17 @@ class Communicator:
                 f"{where}: axis {axis_name!r} must have at most "
                 f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
             )
-        if self._num_sms is not None and not _is_count(self._num_sms):
-            raise ValueError(
-                f"{where}: num_sms must be an integer >= 1 or None, found "
-                f"{self._num_sms!r}"
-            )
-        for name in ("num_channels", "staging_bytes"):
-            if not _is_count(value := getattr(self, f"_{name}")):
+        for name in ("num_sms", "num_channels"):
+            value = getattr(self, f"_{name}")
+            if value is not None and not _is_count(value):
                 raise ValueError(
-                    f"{where}: {name} must be an integer >= 1, found {value!r}"
+                    f"{where}: {name} must be an integer >= 1 or None, found {value!r}"
                 )
+        if not _is_count(self._staging_bytes):
+            raise ValueError(
+                f"{where}: staging_bytes must be an integer >= 1, found "
+                f"{self._staging_bytes!r}"
+            )
         timeout_s = self.timeout_s
         if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
             raise ValueError(
@@ -308,8 +315,9 @@ class Communicator:
           coordinate of the other mesh axes: "devices" (JAX's ids) and
           "processes" by rank, and "paths", [rank][rank], how rows go from one to
           the other: "in-process" (straight from buffer to buffer on the host),
-          "direct" (GPUs that store into each other's memory), "staged" (through
-          shared memory) or "xla" (JAX's collectives).
+          "direct" (GPUs that store into each other's memory; buffers for which XLA
+          takes more memory later are staged all the same), "staged" (through
+          memory that processes share) or "xla" (JAX's collectives).
         """
         return {
             "backend": self.backend,
@@ -328,9 +336,12 @@ class Communicator:
         }
 
     def _path(self, a: jax.Device, b: jax.Device) -> str:
+        inside = a.process_index == b.process_index
         if self.backend == "cpu":
-            return "in-process" if a.process_index == b.process_index else "staged"
-        return "direct" if self.backend == "cuda" else "xla"
+            return "in-process" if inside else "staged"
+        if self.backend == "cuda":
+            return "direct" if inside or b.id in self._exported else "staged"
+        return "xla"
 
     def __str__(self) -> str:
         about = self.describe()

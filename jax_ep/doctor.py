@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, native, peer_memory
+from jax_ep import bootstrap, gpu_memory, native, peer_memory
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -133,9 +133,9 @@ def check_gpus(report: Report) -> None:
     """Driver, GPUs, and which of them reach each other."""
     report.section("GPUs")
     try:
-        driver = peer_memory._driver()
-        version = peer_memory._call(driver.cuDriverGetVersion)
-        count = peer_memory._call(driver.cuDeviceGetCount)
+        driver = gpu_memory.driver()
+        version = gpu_memory.call(driver.cuDriverGetVersion)
+        count = gpu_memory.call(driver.cuDeviceGetCount)
     except (ImportError, RuntimeError) as error:
         report.problem(
             f"the CUDA driver cannot be asked: {error}",
@@ -144,7 +144,7 @@ def check_gpus(report: Report) -> None:
         )
         return
     report.fact("CUDA of the driver", f"{version // 1000}.{version % 1000 // 10}")
-    devices = [peer_memory._call(driver.cuDeviceGet, i) for i in range(count)]
+    devices = [gpu_memory.call(driver.cuDeviceGet, i) for i in range(count)]
     for ordinal, device in enumerate(devices):
         report.fact(f"GPU {ordinal}", _gpu(driver, device))
     pairs = list(itertools.permutations(range(count), 2))
@@ -160,14 +160,40 @@ def check_gpus(report: Report) -> None:
         report.fact("peer access", "between all pairs, with atomic operations")
 
 
+def check_arenas(report: Report, devices: list[jax.Device]) -> None:
+    """Whether other processes can store straight into JAX's memory."""
+    report.section("JAX's memory, for several processes")
+    for device in devices:
+        try:
+            driver = gpu_memory.driver()
+            gpu = gpu_memory.call(driver.cuDeviceGet, device.local_hardware_id)
+            context = gpu_memory.call(driver.cuDevicePrimaryCtxRetain, gpu)
+            arenas = gpu_memory.arenas(driver, device, context)
+            with gpu_memory.Current(driver, context):
+                sizes = [
+                    size for at, size in arenas if gpu_memory.exportable(driver, at)
+                ]
+        except (ImportError, RuntimeError) as error:
+            report.fact(str(device), f"cannot be asked about: {error}")
+            continue
+        if sizes:
+            meaning = f"{sum(sizes) / 2**30:.1f} GiB exported: rows go straight"
+        else:
+            meaning = (
+                "cannot be exported: rows are staged, which is slower; JAX's default "
+                "allocator with preallocation can"
+            )
+        report.fact(str(device), meaning)
+
+
 def _gpu(driver: Any, device: Any) -> str:
     attribute = driver.CUdevice_attribute
 
     def ask(name: str) -> int:
         wanted = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return peer_memory._call(driver.cuDeviceGetAttribute, wanted, device)
+        return gpu_memory.call(driver.cuDeviceGetAttribute, wanted, device)
 
-    name = peer_memory._call(driver.cuDeviceGetName, 96, device)
+    name = gpu_memory.call(driver.cuDeviceGetName, 96, device)
     name = name.split(b"\0")[0].decode()
     exports = ask("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
     return (
@@ -297,6 +323,8 @@ def main(argv: list[str] | None = None, write: Callable[[str], Any] = print) -> 
     check_host(report)
     if gpus or driver_there:
         check_gpus(report)
+    if gpus:
+        check_arenas(report, devices)
     if not skip:
         check_operations(report, devices)
     return report.conclude()

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 # empty_ranges. Only permute reads the ranges, but its transposes are permutes.
 _NUM_ROUTING = 2
 
-# Backends whose native kernels are used. Those for CUDA (cc/permute.cu and its
-# neighbours) compile, but have not run on a GPU yet: until they have, backend
-# "cuda" takes the plain JAX implementation, which XLA compiles for any device.
+# Backends with native kernels; the others take plain JAX, which XLA compiles for
+# any device.
 _NATIVE_BACKENDS = frozenset({"cpu", "cuda"})
 
 

@@ -46,14 +46,12 @@ class _Operation:
     Attributes:
       name: "dispatch" or "combine".
       rows: the parameter that holds the number of rows that arrive.
-      num_routing: routing operands that native code takes.
       whole, start, done: its primitives.
       other: the operation that is its transpose.
     """
 
     name: str
     rows: str
-    num_routing: int
     whole: Primitive
     start: Callable[[], Primitive]
     done: Callable[[], Primitive]
@@ -129,8 +127,7 @@ def _done_abstract_eval(*avals, **_):
 def _in_flight(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
     """Whether rows travel between start and done in this program.
 
-    Without tokens there would be empty results beside others, which XLA's GPU
-    compiler does not survive.
+    Without tokens there is nothing to do, and a plain operation does it.
     """
     only_cuda = tuple(ctx.module_context.platforms) == ("cuda",)
     native = params["comm"].backend != "xla"
@@ -157,13 +154,12 @@ def _start_lowering(op: _Operation, ctx, *operands, **params):
             return [*rows, *operands[NUM_ROUTING:], jnp.zeros((), np.float32)]
 
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
-    keep = [*range(op.num_routing), *range(NUM_ROUTING, len(operands))]
     token = ctx.avals_out[-1]
     results = primitives.communicator_call(
         ctx,
         f"jax_ep_{op.name}_start",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
+        operands,
+        ctx.avals_in,
         [*ctx.avals_out[:count], token],
         params["comm"],
         _IN_PLACE,
@@ -182,17 +178,16 @@ def _done_lowering(op: _Operation, ctx, *operands, **params):
     count = _count(operands)
     if not _in_flight(ctx, params):
         return operands[NUM_ROUTING : NUM_ROUTING + count]
-    keep = [*range(op.num_routing), *range(NUM_ROUTING, len(operands))]
     return primitives.communicator_call(
         ctx,
         f"jax_ep_{op.name}_done",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
+        operands,
+        ctx.avals_in,
         ctx.avals_out,
         params["comm"],
         {
             # The rows arrive in the buffer that the start chose.
-            "operand_output_aliases": {op.num_routing + i: i for i in range(count)},
+            "operand_output_aliases": {NUM_ROUTING + i: i for i in range(count)},
             **_IN_PLACE,
         },
     )
@@ -415,7 +410,6 @@ _OPERATIONS = {
     "dispatch": _Operation(
         "dispatch",
         rows="capacity",
-        num_routing=2,  # recv_src serves the plain JAX implementation only
         whole=primitives.dispatch_p,
         start=lambda: dispatch_start_p,
         done=lambda: dispatch_done_p,
@@ -424,7 +418,6 @@ _OPERATIONS = {
     "combine": _Operation(
         "combine",
         rows="num_tokens",
-        num_routing=1,
         whole=primitives.combine_p,
         start=lambda: combine_start_p,
         done=lambda: combine_done_p,

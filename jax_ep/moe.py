@@ -98,6 +98,6 @@ def moe_with_plan(
     topk_weights = jnp.asarray(topk_weights)
     if isinstance(plan, Plan):  # else dispatch says what is wrong
         ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
-    rows, weights = ops.dispatch((x, topk_weights), plan)
-    outputs = expert_fn(ops.permute(rows, plan), plan.group_sizes)
+    rows, weights = ops._dispatch_permute(x, topk_weights, plan)
+    outputs = expert_fn(rows, plan.group_sizes)
     return ops.combine(ops.unpermute(outputs, plan, weights), plan)

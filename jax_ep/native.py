@@ -34,6 +34,11 @@ def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:
     return _load("_host").plan_workspace_size(num_ranks, num_experts)
 
 
+def dispatch_permute_workspace_size(*, num_ranks: int) -> int:
+    """int32 elements of scratch that dispatch_permute asks XLA for."""
+    return _load("_host").dispatch_permute_workspace_size(num_ranks)
+
+
 def expert_rows_workspace_size(*, num_pairs: int, local_experts: int) -> int:
     """int32 elements of scratch that expert_rows asks XLA for."""
     return _load("_host").expert_rows_workspace_size(num_pairs, local_experts)

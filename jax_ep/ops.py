@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import dtypes
 
-from jax_ep import checks, expert_primitives, primitives
+from jax_ep import checks, expert_primitives, fused_primitives, primitives
 from jax_ep.plan import Plan
 from jax_ep.primitive_rules import SUMMABLE
 
@@ -177,6 +177,26 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
                     f"{leaf.dtype}[{_dims(leaf)}]"
                 )
     return treedef.unflatten(expert_primitives.unpermute(leaves, plan, weights))
+
+
+def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
+    """(permute(dispatch(tree)), dispatch(others)), in one launch where that pays."""
+    if not isinstance(plan, Plan) or plan.comm.backend not in fused_primitives.BACKENDS:
+        rows, received = dispatch((tree, others), plan)
+        return permute(rows, plan), received
+    leaves, treedef = _checked_leaves("dispatch", (tree, others), plan)
+    _check_places("permute", plan)
+    count = len(jax.tree.leaves(tree))
+    moving = [_convert(x, _travels_as(x)) for x in leaves]
+    grouped, received = fused_primitives.dispatch_permute(
+        moving[:count], moving[count:], plan
+    )
+    return treedef.unflatten(
+        [
+            _convert(row, x.dtype)
+            for row, x in zip((*grouped, *received), leaves, strict=True)
+        ]
+    )
 
 
 def _check_summable(op: str, leaf: jax.Array) -> None:

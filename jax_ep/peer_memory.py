@@ -1,31 +1,126 @@
-"""Control memory of the CUDA backend: allocated, zeroed, reachable by peers."""
+"""Set-up of the CUDA backend: control memory, and the peers' memory mapped here."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jax_ep import native
+from jax_ep import bootstrap, gpu_memory, native
+from jax_ep.gpu_memory import call
 
 # kMaxRanks in cc/layout.h: ranks of one NVLink domain.
 MAX_RANKS = 64
+# What the maker of shared control memory writes behind it, and its users read.
+_PROOF_BYTES = 128
+# struct Region in cc/peer_view.h.
+_REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
 
 _Groups = list[list[jax.Device]]
 
 
+class CannotWork(RuntimeError):
+    """The CUDA backend cannot work here, with the reason; the same everywhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaMemory:
+    """What a communicator of backend "cuda" holds.
+
+    Attributes:
+      release: gives it back.
+      memory_bytes: control and staging memory on the GPUs of this process.
+      exported: ids of devices into whose memory other processes store directly.
+    """
+
+    release: Callable[[], Any]
+    memory_bytes: int
+    exported: frozenset[int] = frozenset()
+
+
+# Who reaches whom ----------------------------------------------------------------
+
+
 def why_not_cuda(groups: _Groups) -> str | None:
-    """Says why the CUDA backend cannot serve `groups`; None where it can."""
+    """Says why the CUDA backend cannot serve this process's part of `groups`.
+
+    None where it can. Between processes, `why_not_between` goes on.
+    """
     try:
         native.cuda()
-        driver = _driver()
+        driver = gpu_memory.driver()
     except (ImportError, RuntimeError) as error:
         return str(error)
     pairs = [(a.local_hardware_id, b.local_hardware_id) for a, b in _pairs(groups)]
     for kind, missing in pairs_out_of_reach(driver, pairs):
         return f"no {kind} between GPUs {', '.join(map(str, missing))}"
+    return None
+
+
+def why_not_between(groups: _Groups, processes: bootstrap.Processes) -> str | None:
+    """Says which pairs of different processes cannot reach each other.
+
+    Collective; all get the same answer. A GPU that this process does not see
+    cannot be asked about: set_up_cuda shows whether its memory can be mapped.
+    """
+    driver = gpu_memory.driver()  # `why_not_cuda` has called it before
+    places: dict[str, str] = {}
+    problem: str | None = None
+    with _Told() as told:
+        for device in _local(groups):
+            places[str(device.id)] = _bus_id(driver, device.local_hardware_id)
+    for theirs in processes.gather("GPUs", places).values():
+        places.update(theirs)
+    with told:
+        problem = _remote_pairs_out_of_reach(driver, groups, places)
+    return processes.agree("peer access", told.problem or problem)
+
+
+class _Told(contextlib.AbstractContextManager):
+    """Keeps an error of its block in words, to tell the other processes.
+
+    Attributes:
+      problem: the first one.
+    """
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+
+    def __exit__(self, kind, error, _) -> bool:
+        if not isinstance(error, (RuntimeError, OSError)):
+            return False
+        self.problem = self.problem or str(error)
+        return True
+
+
+def _remote_pairs_out_of_reach(
+    driver: Any, groups: _Groups, places: Mapping[str, str]
+) -> str | None:
+    ordinals = {
+        _bus_id(driver, ordinal): ordinal
+        for ordinal in range(call(driver.cuDeviceGetCount))
+    }
+    names: dict[tuple[int, int], tuple[int, int]] = {}
+    for a, b in itertools.chain.from_iterable(
+        itertools.product(group, repeat=2) for group in groups
+    ):
+        if not _is_here(a) or _is_here(b):
+            continue
+        theirs = ordinals.get(places.get(str(b.id), ""))
+        # Several processes may share a GPU.
+        if theirs is not None and theirs != a.local_hardware_id:
+            names[a.local_hardware_id, theirs] = (a.id, b.id)
+    for kind, missing in pairs_out_of_reach(driver, list(names)):
+        pairs = ", ".join(str(names[pair]) for pair in missing)
+        return f"no {kind} between devices {pairs}"
     return None
 
 
@@ -50,127 +145,421 @@ def pairs_out_of_reach(
         missing = [
             pair
             for pair in pairs
-            if not _call(
+            if not call(
                 driver.cuDeviceGetP2PAttribute,
                 wanted,
-                *(_call(driver.cuDeviceGet, ordinal) for ordinal in pair),
+                *(call(driver.cuDeviceGet, ordinal) for ordinal in pair),
             )
         ]
         if missing:
             yield kind, missing
 
 
-def set_up_cuda(
-    identity: int, groups: _Groups, *, num_sms: int | None, timeout_s: float
-) -> Callable[[], Any]:
-    """Sets up the CUDA backend; returns the function that releases it.
-
-    For groups of which `why_not_cuda` said nothing.
-
-    Raises:
-      RuntimeError: a call of the driver or the self-test failed.
-    """
-    module, driver = native.cuda(), _driver()
-    contexts = {
-        ordinal: _call(
-            driver.cuDevicePrimaryCtxRetain, _call(driver.cuDeviceGet, ordinal)
-        )
-        for ordinal in {d.local_hardware_id for group in groups for d in group}
-    }
-    for ordinal in contexts:
-        # Also loads every kernel: loading one later would dead-lock behind a
-        # kernel that waits for it.
-        failure = module.self_test(ordinal)
-        if failure:
-            raise RuntimeError(
-                f"jax_ep.Communicator: backend 'cuda' cannot work here: {failure}"
-            )
-    for a, b in _pairs(groups):
-        _enable_peer_access(
-            driver, contexts[a.local_hardware_id], contexts[b.local_hardware_id]
-        )
-    places: list[tuple[int, int, int, int]] = []
-    try:
-        for group, devices in enumerate(groups):
-            for rank, device in enumerate(devices):
-                ordinal = device.local_hardware_id
-                control = _allocate_zeroed(
-                    driver, contexts[ordinal], module.control_bytes(len(devices))
-                )
-                places.append((ordinal, group, rank, control))
-    except RuntimeError:
-        for *_, control in places:
-            driver.cuMemFree(control)
-        raise
-    # From here on the native side owns the control memory: the last of the
-    # communicator and its executables frees it.
-    module.create_communicator(
-        identity, places, len(groups[0]), num_sms or 0, timeout_s
-    )
-    return lambda: module.release_communicator(identity)
+def _bus_id(driver: Any, ordinal: int) -> str:
+    name = call(driver.cuDeviceGetPCIBusId, 64, call(driver.cuDeviceGet, ordinal))
+    return name.split(b"\0")[0].decode()
 
 
-def control_bytes(groups: _Groups) -> int:
-    """Control memory on all local GPUs together, for the communicator's groups."""
-    here = jax.process_index()
-    return sum(
-        native.cuda().control_bytes(len(devices))
-        for devices in groups
-        for device in devices
-        if device.process_index == here
-    )
+def _is_here(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _local(groups: _Groups) -> list[jax.Device]:
+    return [d for group in groups for d in group if _is_here(d)]
 
 
 def _pairs(groups: _Groups) -> Iterator[tuple[jax.Device, jax.Device]]:
+    """Pairs of GPUs of this process."""
     for group in groups:
-        yield from itertools.permutations(group, 2)
+        yield from itertools.permutations(filter(_is_here, group), 2)
 
 
-def _driver() -> Any:
+# Set-up --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Memory of a rank that is shared, in the owner's addresses.
+
+    Attributes:
+      proof: of control memory, in hexadecimal; empty for an arena.
+    """
+
+    group: int
+    rank: int
+    base: int
+    size: int
+    proof: str
+
+    @property
+    def is_control(self) -> bool:
+        return bool(self.proof)
+
+
+def set_up_cuda(
+    identity: int,
+    groups: _Groups,
+    *,
+    num_sms: int | None,
+    timeout_s: float,
+    num_channels: int | None,
+    staging_bytes: int,
+    processes: bootstrap.Processes | None,
+    links: bootstrap.Links | None,
+) -> CudaMemory:
+    """Sets up the CUDA backend. Collective where there are `processes`.
+
+    For groups of which `why_not_cuda` and `why_not_between` said nothing.
+
+    Raises:
+      ValueError: staging_bytes is too small.
+      CannotWork: the self-test failed, or memory cannot be shared.
+      RuntimeError: a call of the driver failed.
+    """
+    set_up = _SetUp(groups, num_sms or 0, staging_bytes, processes, links)
     try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ImportError(
-            "jax_ep: the CUDA backend needs cuda-python: pip install 'jax_ep[cuda]'"
-        ) from error
-    _call(driver.cuInit, 0)
-    return driver
+        set_up.run(num_channels)
+        return set_up.hand_over(identity, timeout_s)
+    except BaseException:
+        set_up.holdings.release()
+        raise
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a driver function; returns its result or raises RuntimeError."""
-    status, *results = function(*args)
-    if status.value != 0:
-        raise RuntimeError(f"jax_ep: {function.__name__} failed: {status.name}")
-    return results[0] if len(results) == 1 else None
+class _SetUp:
+    """The steps, and what they leave behind.
 
+    Attributes:
+      holdings: memory until the native side takes it.
+    """
 
-class _Current:
-    """Makes a context current for a block."""
+    def __init__(self, groups, num_sms, staging_bytes, processes, links):
+        self.groups: _Groups = groups
+        self.num_ranks = len(groups[0])
+        self.num_sms: int = num_sms
+        self.num_channels = 0
+        self.staging_bytes: int = staging_bytes
+        self.processes: bootstrap.Processes | None = processes
+        self.links: bootstrap.Links | None = links
+        self.module = native.cuda()
+        self.driver = gpu_memory.driver()
+        self.contexts = {
+            ordinal: call(
+                self.driver.cuDevicePrimaryCtxRetain,
+                call(self.driver.cuDeviceGet, ordinal),
+            )
+            for ordinal in {d.local_hardware_id for d in _local(groups)}
+        }
+        self.holdings = gpu_memory.Holdings(self.driver, self.contexts)
+        self.memory_bytes = 0
+        # Where each rank's control memory is for this process, by (group, rank).
+        self.control: dict[tuple[int, int], int] = {}
+        # Arenas of this process's ranks, and where those of others are.
+        self.exported: dict[tuple[int, int], list[_Piece]] = {}
+        self.imported: dict[_Piece, int] = {}
+        self.places: list[Any] = []
+        # Ids of devices with an exported arena, on all processes alike.
+        self.reachable: frozenset[int] = frozenset()
 
-    def __init__(self, driver: Any, context: Any):
-        self._driver = driver
-        self._context = context
+    # In one process it raises where something fails; between processes it keeps
+    # step with the others and all raise the same.
 
-    def __enter__(self) -> None:
-        _call(self._driver.cuCtxPushCurrent, self._context)
+    def run(self, num_channels: int | None) -> None:
+        if self.processes is None:
+            self._test_and_connect()
+            self._allocate()
+            self._place_ranks()
+            return
+        staging = self._choose_channels(num_channels)
+        mine: dict[_Piece, int] = {}
+        try:
+            with _Told() as told:
+                self._test_and_connect()
+                self._allocate()
+                self._share(staging, mine)
+            self._agree("GPU memory", told.problem)
+            pieces, failed = self._exchange(mine)
+        finally:
+            for descriptor in mine.values():
+                os.close(descriptor)
+        lost = self._gather_pieces("lost GPU memory", failed)
+        with told:
+            self._keep(
+                pieces, {piece for told_of in lost.values() for piece in told_of}
+            )
+            self._place_ranks()
+        self._agree("tables of GPU memory", told.problem)
 
-    def __exit__(self, *exc_info: object) -> None:
-        _call(self._driver.cuCtxPopCurrent)
+    def _choose_channels(self, asked_for: int | None) -> int:
+        """Sets num_channels, equal on all processes; returns a rank's staging size.
+
+        A channel is a block of each rank's kernels.
+        """
+        assert self.processes is not None
+        blocks = [self.module.num_sms(o, self.num_sms) for o in self.contexts]
+        most = min(self.processes.gather("blocks", min(blocks)).values())
+        if asked_for is None:
+            _, least = self._staging_size(1)
+            asked_for = max(1, self.staging_bytes // least)
+        self.num_channels = min(asked_for, most)
+        size, least = self._staging_size(self.num_channels)
+        if size == 0 and any(map(self._is_split, self.groups)):
+            raise ValueError(
+                f"jax_ep.Communicator: staging_bytes must be >= {least} for "
+                f"{self.num_channels} channels and {self.num_ranks} ranks, found "
+                f"{self.staging_bytes}"
+            )
+        return size
+
+    def _staging_size(self, num_channels: int) -> tuple[int, int]:
+        """Bytes of a rank's staging memory, 0: too few; the least staging_bytes."""
+        return self.module.staging_size(
+            self.staging_bytes, num_channels, self.num_ranks
+        )
+
+    @staticmethod
+    def _is_split(group: list[jax.Device]) -> bool:
+        """Whether a group has ranks in several processes."""
+        return len({device.process_index for device in group}) > 1
+
+    def _ranks_here(self) -> Iterator[tuple[int, int, jax.Device]]:
+        for group, devices in enumerate(self.groups):
+            for rank, device in enumerate(devices):
+                if _is_here(device):
+                    yield group, rank, device
+
+    def _ordinals(self, group: int) -> list[int]:
+        return [d.local_hardware_id for d in self.groups[group] if _is_here(d)]
+
+    def _test_and_connect(self) -> None:
+        for ordinal in self.contexts:
+            # Also loads every kernel: loading one later would dead-lock behind
+            # a kernel that waits for it.
+            failure = self.module.self_test(ordinal)
+            if failure:
+                raise CannotWork(failure)
+        for a, b in _pairs(self.groups):
+            _enable_peer_access(
+                self.driver,
+                self.contexts[a.local_hardware_id],
+                self.contexts[b.local_hardware_id],
+            )
+
+    def _allocate(self) -> None:
+        """Control memory of groups inside this process."""
+        size = self.module.control_bytes(self.num_ranks)
+        for group, rank, device in self._ranks_here():
+            if not self._is_split(self.groups[group]):
+                self.control[group, rank] = self.holdings.allocate(
+                    device.local_hardware_id, size
+                )
+                self.memory_bytes += size
+
+    # Between processes
+
+    def _share(self, staging: int, mine: dict[_Piece, int]) -> None:
+        """Makes control memory and finds arenas; `mine` gets files by piece."""
+        for group, rank, device in self._ranks_here():
+            if self._is_split(self.groups[group]):
+                self._share_control(group, rank, device, staging, mine)
+                self._share_arenas(group, rank, device, mine)
+
+    def _share_control(self, group, rank, device, staging, mine) -> None:
+        ordinal = device.local_hardware_id
+        used = self.module.control_bytes(self.num_ranks) + staging
+        address, size, descriptor = self.holdings.allocate_shared(
+            ordinal, used + _PROOF_BYTES, self._ordinals(group)
+        )
+        proof = secrets.token_bytes(_PROOF_BYTES)
+        mine[_Piece(group, rank, address, size, proof.hex())] = descriptor
+        self.holdings.write(ordinal, address + used, np.frombuffer(proof, np.uint8))
+        self.control[group, rank] = address
+        self.memory_bytes += size
+
+    def _share_arenas(self, group, rank, device, mine) -> None:
+        context = self.contexts[device.local_hardware_id]
+        count = 0
+        for base, size in gpu_memory.arenas(self.driver, device, context):
+            if count == self.module.max_regions:
+                break
+            with gpu_memory.Current(self.driver, context):
+                descriptor = gpu_memory.export_arena(self.driver, base)
+            if descriptor is not None:
+                mine[_Piece(group, rank, base, size, "")] = descriptor
+                count += 1
+
+    def _agree(self, what: str, problem: str | None) -> None:
+        """Raises on all processes where one has a problem."""
+        assert self.processes is not None
+        agreed = self.processes.agree(what, problem)
+        if agreed is not None:
+            raise CannotWork(agreed)
+
+    def _gather_pieces(self, what: str, mine) -> dict[int, list[_Piece]]:
+        assert self.processes is not None
+        notes = [dataclasses.asdict(piece) for piece in mine]
+        return {
+            process: [_Piece(**note) for note in theirs]
+            for process, theirs in self.processes.gather(what, notes).items()
+        }
+
+    def _exchange(self, mine: Mapping[_Piece, int]):
+        """Gives the others what is shared, and maps what they share.
+
+        Returns:
+          Everybody's pieces by process, and those that could not be mapped here.
+        """
+        assert self.processes is not None and self.links is not None
+        pieces = self._gather_pieces("pieces of GPU memory", mine)
+        problems: list[str] = []
+        failed: list[_Piece] = []
+        for process in sorted(self.links.sockets):
+            try:
+                # One sends while the other receives: no socket's buffer fills.
+                if self.processes.me < process:
+                    self._send(process, mine)
+                self._receive(process, pieces[process], problems, failed)
+                if self.processes.me > process:
+                    self._send(process, mine)
+            except OSError as error:
+                problems.append(
+                    f"cannot exchange memory with {self.processes.name(process)}: "
+                    f"{error}"
+                )
+        self._agree("mapped GPU memory", "; ".join(problems) or None)
+        return pieces, failed
+
+    def _users(self, piece: _Piece) -> set[int]:
+        """Processes with ranks in the piece's group."""
+        return {device.process_index for device in self.groups[piece.group]}
+
+    def _send(self, process: int, mine: Mapping[_Piece, int]) -> None:
+        assert self.links is not None
+        for piece, descriptor in mine.items():
+            if process in self._users(piece):
+                note = json.dumps(dataclasses.asdict(piece)).encode()
+                bootstrap.send_descriptor(self.links.sockets[process], descriptor, note)
+
+    def _receive(self, process, pieces, problems, failed) -> None:
+        """Maps what one process sends. An arena may fail, control memory not."""
+        assert self.processes is not None and self.links is not None
+        for piece in pieces:
+            if self.processes.me not in self._users(piece):
+                continue
+            descriptor, note = bootstrap.receive_descriptor(self.links.sockets[process])
+            try:
+                if _Piece(**json.loads(note)) != piece:
+                    reason = "it sent other memory than it had announced"
+                    raise OSError(reason)
+                self.imported[piece] = self.holdings.import_shared(
+                    descriptor, piece.size, self._ordinals(piece.group)
+                )
+                if piece.is_control:
+                    self._check_proof(piece)
+                    self.control[piece.group, piece.rank] = self.imported[piece]
+            except RuntimeError as error:
+                if not piece.is_control:
+                    failed.append(piece)
+                    continue
+                problems.append(
+                    f"cannot map the control memory of rank {piece.rank} of "
+                    f"{self.processes.name(process)}: {error}"
+                )
+            finally:
+                os.close(descriptor)
+
+    def _check_proof(self, piece: _Piece) -> None:
+        """Every GPU here has to read what the maker's GPU wrote."""
+        proof = bytes.fromhex(piece.proof)
+        size, _ = self._staging_size(self.num_channels)
+        at = self.imported[piece] + self.module.control_bytes(self.num_ranks) + size
+        for ordinal in self._ordinals(piece.group):
+            if self.holdings.read(ordinal, at, len(proof)) != proof:
+                message = f"GPU {ordinal} reads other bytes there than were written"
+                raise RuntimeError(message)
+
+    def _keep(self, pieces: Mapping[int, list[_Piece]], lost: set[_Piece]) -> None:
+        """Notes which arenas serve. One that a process cannot map serves none."""
+        assert self.processes is not None
+        for piece in lost & set(self.imported):
+            self.holdings.unmap(self.imported.pop(piece))
+        kept = [
+            (process, piece)
+            for process, theirs in pieces.items()
+            for piece in theirs
+            if not piece.is_control and piece not in lost
+        ]
+        for process, piece in kept:
+            if process == self.processes.me:
+                self.exported.setdefault((piece.group, piece.rank), []).append(piece)
+        self.reachable = frozenset(self.groups[p.group][p.rank].id for _, p in kept)
+
+    # The native side
+
+    def hand_over(self, identity: int, timeout_s: float) -> CudaMemory:
+        """Registers the communicator, which owns the memory from then on."""
+        self.module.create_communicator(
+            identity,
+            self.module.CommunicatorArguments(
+                num_ranks=self.num_ranks,
+                num_sms=self.num_sms,
+                timeout_s=timeout_s,
+                num_channels=self.num_channels,
+                staging_bytes=self.staging_bytes,
+                places=self.places,
+                has_other_processes=self.processes is not None,
+                mapped=list(self.holdings.mapped),
+                allocated=list(self.holdings.allocated),
+            ),
+        )
+        self.holdings.mapped.clear()
+        self.holdings.allocated.clear()
+
+        def release():
+            self.module.release_communicator(identity)
+
+        if self.processes is not None:
+            try:
+                # Nobody begins before everybody has mapped.
+                self.processes.barrier("ready")
+            except BaseException:
+                release()
+                raise
+        return CudaMemory(release, self.memory_bytes, self.reachable)
+
+    def _place_ranks(self) -> None:
+        self.places = [self._place(*place) for place in self._ranks_here()]
+
+    def _place(self, group: int, rank: int, device: jax.Device) -> Any:
+        devices = self.groups[group]
+        split = self._is_split(devices)
+        exported = self.exported.get((group, rank), [])
+        return self.module.Place(
+            ordinal=device.local_hardware_id,
+            rank=rank,
+            control=[self.control[group, r] for r in range(self.num_ranks)],
+            same_process=sum(1 << r for r, d in enumerate(devices) if _is_here(d)),
+            regions=self._table(group, device) if split else 0,
+            exported=[(piece.base, piece.size) for piece in exported],
+        )
+
+    def _table(self, group: int, device: jax.Device) -> int:
+        """Puts the regions of all ranks into memory of `device`."""
+        table = np.zeros((self.num_ranks, self.module.max_regions), _REGION)
+        count = [0] * self.num_ranks
+        for piece, here in self.imported.items():
+            if piece.group == group and not piece.is_control:
+                table[piece.rank, count[piece.rank]] = piece.base, piece.size, here
+                count[piece.rank] += 1
+        ordinal = device.local_hardware_id
+        address = self.holdings.allocate(ordinal, table.nbytes)
+        self.holdings.write(ordinal, address, table)
+        return address
 
 
 def _enable_peer_access(driver: Any, context: Any, peer: Any) -> None:
-    with _Current(driver, context):
+    with gpu_memory.Current(driver, context):
         (status,) = driver.cuCtxEnablePeerAccess(peer, 0)
     # XLA may have been here first.
     enabled = driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
     if status.value not in (0, enabled.value):
         raise RuntimeError(f"jax_ep: cuCtxEnablePeerAccess failed: {status.name}")
-
-
-def _allocate_zeroed(driver: Any, context: Any, size: int) -> int:
-    with _Current(driver, context):
-        pointer = _call(driver.cuMemAlloc, size)
-        _call(driver.cuMemsetD8, pointer, 0, size)
-        _call(driver.cuCtxSynchronize)
-    return int(pointer)

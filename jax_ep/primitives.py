@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
@@ -166,6 +167,12 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
     """
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
+        if AxisType.Manual in getattr(mesh, "axis_types", ()):
+            # mesh= would not help: JAX wants the surrounding mesh, an abstract one.
+            raise ValueError(
+                "jax_ep: a shard_map inside another one does not know the devices of "
+                "its mesh; call the program under jax.set_mesh(comm.mesh)"
+            )
         raise ValueError(
             "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
             "nobody knows here; give it the communicator's: "
@@ -198,6 +205,8 @@ def communicator_call(
     if comm.backend == "cpu":
         # Sites that share a channel are counted from here on.
         native.host().begin_program()
+    elif len(comm.processes) > 1:
+        native.cuda().begin_program()
     return ffi_call(
         ctx,
         target,
@@ -212,8 +221,17 @@ def communicator_call(
     )
 
 
+def _is_plain(comm: Communicator, num_tokens: int) -> bool:
+    """Whether a call is lowered to plain JAX.
+
+    T is the same on all ranks. Where it is 0 nobody has to ask the others, and
+    XLA's GPU compiler does not survive an empty result beside others.
+    """
+    return comm.backend == "xla" or num_tokens == 0
+
+
 def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
-    if comm.backend == "xla":
+    if _is_plain(comm, ctx.avals_in[0].shape[0]):
         xla_plan = functools.partial(
             xla_backend.plan,
             axis_name=comm.axis_name,
@@ -245,28 +263,21 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
     return results[: len(_PLAN_FIELDS)]
 
 
-def _dispatch_lowering(ctx, *operands, comm, capacity, **_):
-    if comm.backend == "xla":
+def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
+    if _is_plain(comm, num_tokens):
         xla_dispatch = functools.partial(
             xla_backend.dispatch,
             axis_name=comm.axis_name,
             num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
-    # recv_src serves the plain JAX implementation only.
-    keep = [0, 1, *range(NUM_ROUTING, len(operands))]
     return communicator_call(
-        ctx,
-        "jax_ep_dispatch",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
+        ctx, "jax_ep_dispatch", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
 
 def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
-    if comm.backend == "xla":
+    if _is_plain(comm, num_tokens):
         xla_combine = functools.partial(
             xla_backend.combine,
             axis_name=comm.axis_name,
@@ -274,14 +285,8 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
             num_tokens=num_tokens,
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
-    keep = [0, *range(NUM_ROUTING, len(operands))]
     return communicator_call(
-        ctx,
-        "jax_ep_combine",
-        [operands[i] for i in keep],
-        [ctx.avals_in[i] for i in keep],
-        ctx.avals_out,
-        comm,
+        ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm
     )
 
 

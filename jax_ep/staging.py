@@ -14,6 +14,8 @@ import jax
 
 from jax_ep import bootstrap, native
 
+_DEFAULT_CHANNELS = 2
+
 
 @dataclasses.dataclass
 class HostStaging:
@@ -42,7 +44,7 @@ def set_up_host(
     groups: list[list[jax.Device]],
     *,
     timeout_s: float,
-    num_channels: int,
+    num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
     links: bootstrap.Links | None,
@@ -54,6 +56,7 @@ def set_up_host(
       RuntimeError: memory cannot be shared.
     """
     module = native.host()
+    num_channels = num_channels or _DEFAULT_CHANNELS
     me = jax.process_index()
     places = [
         (device.id, group, rank)
@@ -67,7 +70,6 @@ def set_up_host(
     with contextlib.ExitStack() as stack:
         exchange = None
         if processes is not None and links is not None:
-            stack.callback(links.close)
             size, least = module.staging_size(staging_bytes, num_channels, len(members))
             if size == 0:
                 raise ValueError(

@@ -23,6 +23,8 @@ def plan(
     """Plan's arrays in the order of ep_plan's results; topk_idx is i32[T, K]."""
     num_tokens, top_k = topk_idx.shape
     local_experts = -(-num_experts // num_ranks)
+    if num_tokens == 0:
+        return _plan_of_nothing(num_ranks, top_k, local_experts, capacity)
     rank = lax.axis_index(axis_name)
     ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
     owner = jnp.where((ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks)
@@ -61,6 +63,23 @@ def plan(
         recv_src,
         expert_counts,
         group_sizes,
+    ]
+
+
+def _plan_of_nothing(num_ranks, top_k, local_experts, capacity):
+    """What every rank gets where no rank has a token."""
+    nothing = jnp.zeros((), jnp.int32)
+    no_experts = jnp.zeros((local_experts,), jnp.int32)
+    return [
+        jnp.zeros((0, min(top_k, num_ranks), 2), jnp.int32),
+        nothing,
+        nothing,
+        jnp.zeros((), jnp.bool_),
+        jnp.zeros((num_ranks,), jnp.int32),
+        jnp.full((capacity, top_k), -1, jnp.int32),
+        jnp.full((capacity,), -1, jnp.int32),
+        no_experts,
+        no_experts,
     ]
 
 

@@ -4,10 +4,19 @@ pytest --platform=cpu|cuda; without it the tests run on GPUs where JAX finds
 some and on the CPU where it does not.
 """
 
+import os
+
 import jax
 import pytest
 
 NUM_CPU_DEVICES = 8
+# XLA of jax 0.11 crashes where a shard_map has an input without elements beside
+# others, whatever its body does; with this in XLA_FLAGS it does not.
+# no_tokens_test.py runs those cases so.
+SAFE_WITHOUT_TOKENS = "--xla_enable_hlo_sharding_v3=false"
+CRASHES_WITHOUT_TOKENS = jax.__version__.startswith(
+    "0.11."
+) and SAFE_WITHOUT_TOKENS not in os.environ.get("XLA_FLAGS", "")
 
 
 def pytest_addoption(parser):
@@ -30,9 +39,11 @@ def pytest_configure(config):
         # process_suite.py set JAX up; harness.py may only be imported then.
         import harness
 
-        config.jax_ep_platform = "cpu"
+        on_gpu = jax.default_backend() == "gpu"
+        config.jax_ep_platform = "cuda" if on_gpu else "cpu"
         if config.getoption("--tiny-staging"):
-            peers = jax.process_count() - 1
+            # GPUs stage between ranks, CPUs between processes.
+            peers = (jax.device_count() if on_gpu else jax.process_count()) - 1
             harness.COMMUNICATOR_OPTIONS.update(
                 num_channels=1, staging_bytes=2 * 1024 * peers
             )
@@ -55,6 +66,10 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     found = jax.device_count() if config.jax_ep_platform == "cuda" else 0
     for item in items:
+        parameters = item.name.partition("[")[2]
+        if CRASHES_WITHOUT_TOKENS and "no_tokens" in parameters:
+            reason = f"jax 0.11's XLA crashes here without {SAFE_WITHOUT_TOKENS}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         marker = item.get_closest_marker("gpu")
         if marker is None:
             continue

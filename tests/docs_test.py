@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import pytest
-from errors_test import run_script
+from processes import run_script
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = [

@@ -1,11 +1,12 @@
 """jax_ep.doctor: on this machine, and on machines made up of fakes."""
 
+import itertools
 import types
 
 import jax
 import pytest
 
-from jax_ep import doctor, native, peer_memory
+from jax_ep import doctor, gpu_memory, native
 
 
 class Names:
@@ -53,6 +54,15 @@ class Driver:
     def cuDeviceGetAttribute(self, attribute, device):
         return status(), self.attributes[attribute]
 
+    def cuDevicePrimaryCtxRetain(self, device):
+        return status(), device
+
+    def cuCtxPushCurrent(self, context):
+        return (status(),)
+
+    def cuCtxPopCurrent(self):
+        return status(), None
+
     def cuDeviceGetP2PAttribute(self, attribute, a, b):
         return status(), int((a, b) not in self.missing[attribute])
 
@@ -65,7 +75,7 @@ def examine(check, *args, **kwargs):
 
 
 def gpus(monkeypatch, driver):
-    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu_memory, "driver", lambda: driver)
     return examine(doctor.check_gpus)
 
 
@@ -80,9 +90,13 @@ def test_this_machine_is_well():
 
 def test_self_test_measures_every_pair(monkeypatch):
     monkeypatch.setattr(doctor, "_TOKENS", 16)
-    report, text = examine(doctor.check_operations, jax.devices()[:3])
+    devices = jax.devices()[:3]
+    report, text = examine(doctor.check_operations, devices)
     assert not report.problems, text
-    assert text.count("GB/s each way") == 3
+    pairs = list(itertools.combinations(devices, 2))
+    assert text.count("GB/s each way") == len(pairs)
+    for a, b in pairs:
+        assert f"devices {a.id} and {b.id}" in text
 
 
 def test_self_test_on_one_device():
@@ -128,11 +142,32 @@ def test_pairs_out_of_reach_are_named(monkeypatch):
     assert "cannot be exported" in text
 
 
+def test_memory_of_jax(monkeypatch):
+    """GPU 0's is exported in part, GPU 1's not at all, GPU 2 cannot be asked."""
+
+    def arenas(driver, device, context):
+        if device.local_hardware_id == 2:
+            raise RuntimeError("no such GPU")
+        return [(64, 3 << 30), (65, 1 << 30)] if context == 0 else [(66, 1 << 30)]
+
+    monkeypatch.setattr(gpu_memory, "driver", Driver)
+    monkeypatch.setattr(gpu_memory, "arenas", arenas)
+    monkeypatch.setattr(gpu_memory, "exportable", lambda _, at: at == 64)
+    devices = [types.SimpleNamespace(local_hardware_id=i) for i in range(3)]
+    report, text = examine(doctor.check_arenas, devices)
+    assert not report.problems
+    assert [
+        "3.0 GiB exported: rows go straight" in text,
+        "cannot be exported: rows are staged" in text,
+        "cannot be asked about: no such GPU" in text,
+    ] == [True] * 3
+
+
 def test_no_cuda_bindings(monkeypatch):
     def missing():
         raise ImportError("no cuda-python")
 
-    monkeypatch.setattr(peer_memory, "_driver", missing)
+    monkeypatch.setattr(gpu_memory, "driver", missing)
     report, _ = examine(doctor.check_gpus)
     ((what, remedy),) = report.problems
     assert what == "the CUDA driver cannot be asked: no cuda-python"

@@ -6,6 +6,7 @@ import functools
 import json
 import pathlib
 import re
+import sys
 
 import harness
 import jax
@@ -13,64 +14,27 @@ import jax.numpy as jnp
 import layers
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from bad_input import (
+    CAPACITY,
+    EXPERTS,
+    HIDDEN,
+    NATIVE,
+    RANKS,
+    TOKENS,
+    TOP_K,
+    arguments,
+    assert_raises,
+    dispatch_and_combine,
+    plan_of,
+    trace,
+)
+from jax.sharding import Mesh
 from processes import run_script
 
 import jax_ep
+from jax_ep import native
 
-RANKS = min(4, jax.device_count())
-TOKENS, TOP_K, HIDDEN, EXPERTS, CAPACITY = 6, 3, 5, 2 * RANKS, 9
-NATIVE = harness.BACKENDS[0]
-SIZES = f"{{'ep': {RANKS}}}"
-
-needs_two_devices = pytest.mark.skipif(
-    jax.device_count() < 2,
-    reason=f"needs 2 devices; this machine has {jax.device_count()}",
-)
-
-
-def comm():
-    return layers.communicator(layers.mesh({"ep": RANKS}), "ep", NATIVE)
-
-
-def arguments(mesh=None):
-    """x, topk_idx and rows of all ranks, with their axis to shard."""
-    args = (
-        np.ones((RANKS * TOKENS, HIDDEN), np.float32),
-        np.zeros((RANKS * TOKENS, TOP_K), np.int32),
-        np.ones((RANKS * CAPACITY, HIDDEN), np.float32),
-    )
-    if mesh is None:
-        return args
-    return jax.device_put(args, NamedSharding(mesh, P(mesh.axis_names)))
-
-
-def trace(body, mesh=None, **kwargs):
-    """Traces body(x, topk_idx, rows) in shard_map over the mesh."""
-    mesh = layers.mesh({"ep": RANKS}) if mesh is None else mesh
-    spec = P(mesh.axis_names)
-    kwargs.setdefault("in_specs", spec)
-    return jax.eval_shape(
-        jax.shard_map(body, mesh=mesh, out_specs=spec, **kwargs), *arguments()
-    )
-
-
-def plan_of(topk_idx, **kwargs):
-    kwargs = {"comm": comm(), "num_experts": EXPERTS, "capacity": CAPACITY} | kwargs
-    return jax_ep.make_plan(topk_idx, **kwargs)
-
-
-def dispatch_and_combine(x, topk_idx, rows, **kwargs):
-    plan = plan_of(topk_idx, **kwargs)
-    return jax_ep.dispatch(x, plan), jax_ep.combine(rows, plan)
-
-
-def assert_raises(error, message, run, *args, **kwargs):
-    with pytest.raises(error) as info:
-        run(*args, **kwargs)
-    assert info.type is error
-    assert str(info.value) == message
+MODULE = {"cuda": "_cuda", "cpu": "_host"}[NATIVE]
 
 
 class TestCommunicator:
@@ -101,6 +65,16 @@ class TestCommunicator:
                 {"num_sms": 2.5},
                 ValueError,
                 "num_sms must be an integer >= 1 or None, found 2.5",
+            ),
+            (
+                {"num_channels": 0},
+                ValueError,
+                "num_channels must be an integer >= 1 or None, found 0",
+            ),
+            (
+                {"staging_bytes": None},
+                ValueError,
+                "staging_bytes must be an integer >= 1, found None",
             ),
             (
                 {"timeout_s": 0},
@@ -156,6 +130,39 @@ class TestCommunicator:
             "ep",
             backend=backend,
         )
+
+
+class TestFallback:
+    """backend=None without a native module that works: plain JAX, and why."""
+
+    def check(self, reason):
+        mesh = layers.mesh({"ep": RANKS})
+        with pytest.warns(UserWarning) as caught:
+            comm = jax_ep.Communicator(mesh, "ep")
+        (text,) = {str(warning.message) for warning in caught}
+        assert text.startswith(
+            "jax_ep.Communicator: falling back to backend 'xla', which is slow: "
+        )
+        assert reason in text
+        assert comm.backend == "xla"
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        rows, sums = jax.jit(layers.sharded(body, mesh))(*arguments())
+        assert np.asarray(rows).sum() == CAPACITY * HIDDEN  # all to expert 0
+        assert np.asarray(sums).sum() == CAPACITY * HIDDEN
+        comm.close()
+
+    def test_not_built(self, monkeypatch):
+        monkeypatch.setattr(native, "_load", native._load.__wrapped__)
+        monkeypatch.setitem(sys.modules, f"jax_ep.{MODULE}", None)
+        self.check(f"the native module {MODULE} was not built; install jax_ep again")
+        named = layers.mesh({"ep": RANKS}), "ep"
+        with pytest.raises(RuntimeError, match="cannot work here: jax_ep: the native"):
+            jax_ep.Communicator(*named, backend=NATIVE)
+
+    def test_built_for_a_newer_jax(self, monkeypatch):
+        monkeypatch.setattr(native, "_load", native._load.__wrapped__)
+        monkeypatch.setattr(native, "installed_ffi_version", lambda: (0, 1))
+        self.check(f"{MODULE} was built with XLA FFI 0.")
 
 
 class TestMakePlan:
@@ -385,176 +392,6 @@ class TestLeaves:
         assert str(info.value).startswith(message)
 
 
-class TestPlace:
-    """Where the operations may be called."""
-
-    @pytest.mark.parametrize("how", ("eager", "jit", "vmap"))
-    def test_outside_shard_map(self, how):
-        topk_idx = arguments()[1]
-        wrap = {"eager": lambda f: f, "jit": jax.jit, "vmap": jax.vmap}[how]
-        topk_idx = topk_idx[None] if how == "vmap" else topk_idx
-        message = (
-            "jax_ep.make_plan: call it inside jax.shard_map over the "
-            f"communicator's mesh {SIZES}; found no manual mesh axis here"
-        )
-        assert_raises(ValueError, message, wrap(plan_of), topk_idx)
-
-    def test_plan_outside_shard_map(self):
-        """A plan that left shard_map is data; its operations stay inside."""
-
-        def body(x, topk_idx, rows):
-            return layers.wrap_plan(plan_of(topk_idx))
-
-        plan = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), trace(body))
-        for op, rows in (("dispatch", TOKENS), ("combine", CAPACITY)):
-            message = (
-                f"jax_ep.{op}: call it inside jax.shard_map over the "
-                f"communicator's mesh {SIZES}; found no manual mesh axis here"
-            )
-            f = functools.partial(getattr(jax_ep, op), jnp.ones((rows, 2)))
-            assert_raises(ValueError, message, f, plan)
-
-    @needs_two_devices
-    @pytest.mark.parametrize("set_mesh", (True, False))
-    @pytest.mark.parametrize(
-        "shape",
-        ({"expert": RANKS}, {"ep": RANKS // 2}, {"data": 1, "ep": RANKS}),
-        ids=str,
-    )
-    def test_under_another_mesh(self, shape, set_mesh):
-        mesh = layers.mesh(shape)
-        message = (
-            "jax_ep.make_plan: the surrounding shard_map must use the "
-            f"communicator's mesh {SIZES}, found {shape}"
-        )
-        if set_mesh:
-            with jax.set_mesh(mesh):
-                assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
-        else:
-            assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
-
-    @needs_two_devices
-    @pytest.mark.parametrize("op", ("dispatch", "combine"))
-    def test_plan_of_another_communicator(self, op):
-        """There is one way to get it wrong: a plan under another mesh."""
-        other = layers.mesh({"data": 1, "ep": RANKS})
-        plan = jax.tree.map(
-            lambda a: jnp.zeros(a.shape, a.dtype),
-            trace(lambda x, idx, rows: layers.wrap_plan(plan_of(idx))),
-        )
-
-        def body(x, topk_idx, rows):
-            leaf = x if op == "dispatch" else rows
-            mine = jax.tree.map(lambda a: a[0], plan)
-            return getattr(jax_ep, op)(leaf, mine)
-
-        message = (
-            f"jax_ep.{op}: the surrounding shard_map must use the communicator's "
-            f"mesh {SIZES}, found {{'data': 1, 'ep': {RANKS}}}"
-        )
-        assert_raises(ValueError, message, trace, body, other)
-
-    @needs_two_devices
-    def test_plans_of_two_communicators_do_not_mix(self):
-        mesh = layers.mesh({"ep": RANKS})
-        other = jax_ep.Communicator(mesh, "ep", backend=NATIVE)
-
-        def body(x, topk_idx, rows):
-            plan = jax.lax.cond(
-                True,
-                lambda: plan_of(topk_idx),
-                lambda: plan_of(topk_idx, comm=other),
-            )
-            return jax_ep.dispatch(x, plan)
-
-        with pytest.raises(TypeError, match="must have the same pytree"):
-            trace(body)
-        other.close()
-
-    @needs_two_devices
-    @pytest.mark.parametrize("how", ("mesh_argument", "set_mesh", "abstract_mesh"))
-    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
-    def test_other_order_of_devices(self, axis_type, how):
-        """The same sizes, but other devices at the ranks' places."""
-        devices = jax.devices()[:RANKS]
-        mine = layers.mesh({"ep": RANKS}, axis_type, devices=devices)
-        comm = layers.communicator(mine, "ep", NATIVE)
-        other = Mesh(devices[::-1], ("ep",), axis_types=(axis_type,))
-        body = functools.partial(dispatch_and_combine, comm=comm)
-        args = arguments(other)
-        kwargs = {"in_specs": P("ep"), "out_specs": P("ep")}
-        ids = [d.id for d in devices]
-        message = (
-            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
-            f"found another order of devices: {ids[::-1]} instead of {ids}"
-        )
-        if how == "set_mesh":
-            with jax.set_mesh(other):
-                f = jax.jit(jax.shard_map(body, **kwargs))
-                assert_raises(ValueError, message, f, *args)
-            return
-        if how == "abstract_mesh":
-            # JAX takes the devices from the arguments, after we were asked.
-            other = other.abstract_mesh
-            message = (
-                "jax_ep: the surrounding shard_map has an abstract mesh, whose "
-                "devices nobody knows here; give it the communicator's: "
-                "jax.shard_map(..., mesh=comm.mesh) or jax.set_mesh(comm.mesh)"
-            )
-        f = jax.jit(jax.shard_map(body, mesh=other, **kwargs))
-        assert_raises(ValueError, message, f, *args)
-
-    @needs_two_devices
-    def test_swapped_axes(self):
-        mesh = layers.mesh({"data": 1, "ep": RANKS})
-        comm = layers.communicator(mesh, "ep", NATIVE)
-        message = (
-            "jax_ep.make_plan: the surrounding shard_map must use the "
-            f"communicator's mesh {{'data': 1, 'ep': {RANKS}}}, found "
-            f"{{'ep': {RANKS}, 'data': 1}}"
-        )
-        body = functools.partial(dispatch_and_combine, comm=comm)
-        swapped = layers.mesh({"ep": RANKS, "data": 1})
-        assert_raises(ValueError, message, trace, body, swapped)
-
-    @needs_two_devices
-    def test_other_devices(self):
-        if jax.device_count() < 2 * RANKS:
-            pytest.skip(f"needs {2 * RANKS} devices")
-        devices = jax.devices()[RANKS : 2 * RANKS]
-        other = layers.mesh({"ep": RANKS}, devices=devices)
-        f = jax.jit(layers.sharded(dispatch_and_combine, other, out_specs=P("ep")))
-        ids = [d.id for d in devices], list(range(RANKS))
-        message = (
-            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
-            f"found another order of devices: {ids[0]} instead of {ids[1]}"
-        )
-        assert_raises(ValueError, message, f, *arguments(other))
-
-    @needs_two_devices
-    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
-    def test_partial_auto(self, axis_type):
-        """XLA would gather around the call without a word."""
-        mesh = layers.mesh({"data": 1, "ep": RANKS}, axis_type)
-        comm = layers.communicator(mesh, "ep", NATIVE)
-        f = jax.jit(
-            jax.shard_map(
-                functools.partial(dispatch_and_combine, comm=comm),
-                mesh=mesh,
-                in_specs=P("ep"),
-                out_specs=P("ep"),
-                axis_names={"ep"},
-            )
-        )
-        message = (
-            "jax_ep.make_plan: every mesh axis must be manual in the surrounding "
-            "shard_map, found ['data'] left to the compiler; leave out "
-            "axis_names= or name all axes"
-        )
-        args = jax.device_put(arguments(), NamedSharding(mesh, P("ep")))
-        assert_raises(ValueError, message, f, *args)
-
-
 class TestClosed:
     @pytest.mark.parametrize("op", ("make_plan", "dispatch", "combine"))
     def test_closed_communicator(self, op):
@@ -603,6 +440,14 @@ def test_missing_rank():
     done = run_script(program)
     assert done.returncode == 0, done.stderr
     messages = json.loads(done.stdout.splitlines()[-1])
+    *others, late = messages.pop("late")
+    assert re.search(
+        r"jax_ep dispatch \(channel \d+\): rank 3 came after its peers had given up: "
+        r"waiting ranks: 0, 1, 2, for 0\.5 s; it came \d+\.\d s later",
+        late,
+    )
+    for rank, other in enumerate(others):
+        assert f"rank {rank} waited 0.5 s; missing ranks: 3" in other
     expected = {
         "plan": ("1|2|3", "0"),
         "dispatch": ("0|1|3", "2"),

@@ -176,15 +176,20 @@ def routing(hidden):
 @harness.on_each_backend
 def test_rows_arrive_as_they_were_quantized(backend, scale):
     ids, x, right = routing(2880)
+    gy = payloads.numbers((RANKS, RANKS * 7, 2880), ml_dtypes.bfloat16, 3)
 
-    def body(comm, ids, x):
+    def body(comm, ids, x, gy):
         plan = jax_ep.make_plan(ids, comm=comm, num_experts=2 * RANKS)
         q, scales = jax_ep.quantize_fp8(x, scale=scale)
         pair = jax_ep.dispatch_fp8(x, plan, scale=scale, dequantize=False)
-        return (q, scales), pair, jax_ep.dispatch_fp8(x, plan, scale=scale)
+        rows, pull = jax.vjp(lambda x: jax_ep.dispatch_fp8(x, plan, scale=scale), x)
+        return (q, scales), pair, rows, pull(gy)[0]
 
     comm = harness.communicator(backend, RANKS)
-    (q, scales), (got_q, got_scales), rows = harness.run(body, comm, ids, x)
+    (q, scales), (got_q, got_scales), rows, gradient = harness.run(
+        body, comm, ids, x, gy
+    )
+    payloads.assert_same_rows(gradient, right.combine(gy), "gradient")
     assert got_q.shape == (RANKS, RANKS * 7, 2880)
     assert got_scales.shape == (RANKS, RANKS * 7, 23)
     payloads.assert_same_rows(got_q, right.dispatch(q), "q", q)

@@ -40,8 +40,6 @@ if PROCESSES > 1:
     BACKENDS = BACKENDS[:1]
 # Further arguments of every Communicator; conftest.py sets them.
 COMMUNICATOR_OPTIONS: dict[str, Any] = {}
-# JAX numbers the CPU devices of process p from p times this.
-_DEVICES_A_PROCESS = 2048
 
 PLAN_FIELDS = (
     "num_recv",
@@ -96,10 +94,10 @@ def mesh(ranks: int) -> Mesh:
         pytest.skip(f"needs {ranks} devices; this machine has {found}")
     if ranks < PROCESSES:
         pytest.skip(f"{ranks} ranks are too few for {PROCESSES} processes")
-    devices = sorted(
-        jax.devices(), key=lambda d: (d.id % _DEVICES_A_PROCESS, d.process_index)
-    )
-    devices = devices[:ranks] if PROCESSES > 1 else jax.devices()[:ranks]
+    of_process = [
+        [d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)
+    ]
+    devices = [d for same_place in zip(*of_process) for d in same_place][:ranks]
     return Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Explicit,))
 
 

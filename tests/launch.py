@@ -17,9 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 HERE = pathlib.Path(__file__).resolve().parent
+_ALLOCATOR_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
 
 
 def join(argv: list[str] | None = None) -> list[str]:
@@ -27,10 +33,16 @@ def join(argv: list[str] | None = None) -> list[str]:
     import jax
 
     argv = sys.argv[1:] if argv is None else argv
-    address, processes, process, devices, *rest = argv
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(devices))
-    jax.distributed.initialize(address, int(processes), int(process))
+    address, processes, process, platform, devices, *rest = argv
+    jax.config.update("jax_platforms", platform)
+    gpus = None
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", int(devices))
+    elif devices:
+        gpus = [int(gpu) for gpu in devices.split(",")]
+    jax.distributed.initialize(
+        address, int(processes), int(process), local_device_ids=gpus
+    )
     return rest
 
 
@@ -53,6 +65,9 @@ class Job:
         arguments: Sequence[str] = (),
         devices: int = 2,
         own_arguments: Sequence[Sequence[str]] | None = None,
+        gpus: Sequence[str] | None = None,
+        hide: bool = False,
+        variables: Mapping[str, str] | None = None,
     ):
         """Starts `python tests/program` once for each process.
 
@@ -63,6 +78,10 @@ class Job:
           arguments: for all, after their place.
           devices: virtual CPU devices of each.
           own_arguments: for each process, after those.
+          gpus: of each process, as "0" or "0,1", in place of CPU devices.
+          hide: a process sees no GPUs but its own, by CUDA_VISIBLE_DEVICES.
+          variables: of the environment; on GPUs in place of a small share of
+            their memory, of which the calling process may have most.
         """
         address = f"localhost:{free_port()}"
         # XLA's pool on few cores, before jax 0.12: threads of several devices
@@ -70,10 +89,20 @@ class Job:
         environment = {**os.environ, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
         paths = [str(HERE.parent), str(HERE), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if gpus is not None:
+            for name in _ALLOCATOR_VARIABLES:
+                environment.pop(name, None)
+            environment |= variables or {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
         self.logs = [logs / f"log.{process}" for process in range(processes)]
         self.processes = []
         for process, log in enumerate(self.logs):
-            place = [address, str(processes), str(process), str(devices)]
+            where = ["cpu", str(devices)]
+            mine_alone = {}
+            if gpus is not None:
+                where = ["cuda", "" if hide else gpus[process]]
+            if gpus is not None and hide:
+                mine_alone = {"CUDA_VISIBLE_DEVICES": gpus[process]}
+            place = [address, str(processes), str(process), *where]
             mine = own_arguments[process] if own_arguments else ()
             with log.open("wb") as file:
                 self.processes.append(
@@ -82,7 +111,7 @@ class Job:
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         cwd=HERE.parent,
-                        env=environment,
+                        env=environment | mine_alone,
                     )
                 )
 

@@ -42,10 +42,10 @@ COLLECTIVES = (
 platforms = pytest.mark.parametrize("lowered_for", ("cpu", "cuda"))
 
 
-def shapes():
+def shapes(tokens=TOKENS):
     return (
-        jax.ShapeDtypeStruct((RANKS * TOKENS, HIDDEN), jnp.float32),
-        jax.ShapeDtypeStruct((RANKS * TOKENS, TOP_K), jnp.int32),
+        jax.ShapeDtypeStruct((RANKS * tokens, HIDDEN), jnp.float32),
+        jax.ShapeDtypeStruct((RANKS * tokens, TOP_K), jnp.int32),
     )
 
 
@@ -71,8 +71,8 @@ def gradient(body):
     return wrapped
 
 
-def lower(f, platform):
-    return f.trace(*shapes()).lower(lowering_platforms=(platform,)).as_text()
+def lower(f, platform, tokens=TOKENS):
+    return f.trace(*shapes(tokens)).lower(lowering_platforms=(platform,)).as_text()
 
 
 def calls(stablehlo):
@@ -118,6 +118,13 @@ class TestTargets:
             return wrapped
 
         assert len(targets(lower(program(wrap=batched), lowered_for))) == 3
+
+    @platforms
+    def test_no_tokens_no_calls(self, lowered_for):
+        """XLA's GPU compiler does not survive an empty result beside others."""
+        text = lower(program(wrap=gradient), lowered_for, tokens=0)
+        assert not calls(text)
+        assert not [c for c in COLLECTIVES if re.search(c, text)]
 
     def test_other_platforms_name_the_way_out(self):
         with pytest.raises(RuntimeError) as info:

@@ -1,9 +1,11 @@
 """Run by errors_test in a process of its own: programs that some ranks skip.
 
-Prints one line of JSON: what each operation raised.
+Prints one line of JSON: what each operation raised, and in "late" what each rank of
+a dispatch got to which one comes when the others have given up.
 """
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,39 @@ def program(comm, last, absent):
     return jax.jit(jax.shard_map(body, mesh=comm.mesh, in_specs=spec, out_specs=spec))
 
 
+def late_program(comm, late, seconds):
+    """A dispatch to which the rank `late` comes `seconds` after the others."""
+
+    def sleep(x):
+        time.sleep(seconds)
+        return np.asarray(x)
+
+    def body(x, topk_idx):
+        plan = jax_ep.make_plan(topk_idx, comm=comm, num_experts=EXPERTS)
+        x = lax.cond(
+            lax.axis_index("ep") == late,
+            lambda x: jax.pure_callback(sleep, x, x),
+            lambda x: x,
+            x,
+        )
+        return jax_ep.dispatch(x, plan)
+
+    spec = P("ep")
+    return jax.jit(
+        jax.shard_map(
+            body, mesh=comm.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+    )
+
+
+def message(shard):
+    try:
+        jax.block_until_ready(shard.data)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+
+
 def main():
     mesh = jax.make_mesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,))
     comm = jax_ep.Communicator(mesh, "ep", backend="cpu", timeout_s=0.5)
@@ -59,6 +94,9 @@ def main():
             messages[last] = str(error)
         # The process goes on, and so does the communicator.
         np.testing.assert_array_equal(healthy(x, topk_idx), before)
+    rows = late_program(comm, late=3, seconds=1.5)(x, topk_idx)
+    messages["late"] = [message(shard) for shard in rows.addressable_shards]
+    np.testing.assert_array_equal(healthy(x, topk_idx), before)
     print(json.dumps(messages))
 
 

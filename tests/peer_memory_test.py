@@ -139,8 +139,16 @@ class Module(types.ModuleType):
     def control_bytes(self, num_ranks):
         return 1000 * num_ranks
 
-    def create_communicator(self, identity, places, num_ranks, num_sms, timeout_s):
-        self.created.append((identity, places, num_ranks, num_sms, timeout_s))
+    max_regions = 8
+    Place = types.SimpleNamespace
+    CommunicatorArguments = types.SimpleNamespace
+
+    def staging_size(self, staging_bytes, num_channels, num_ranks):
+        least = 2048 * num_channels * (num_ranks - 1)
+        return (staging_bytes if staging_bytes >= least else 0), least
+
+    def create_communicator(self, identity, arguments):
+        self.created.append((identity, arguments))
 
     def release_communicator(self, identity):
         self.released.append(identity)
@@ -173,6 +181,10 @@ def mesh(*ordinals):
 
 def communicator(*ordinals, **kwargs):
     return jax_ep.Communicator(mesh(*ordinals), "ep", **kwargs)
+
+
+def ordinals_and_ranks(made):
+    return [(place.ordinal, place.rank) for place in made.places]
 
 
 def assert_refused(message, *ordinals):
@@ -263,6 +275,11 @@ class TestSelfTest:
         assert not driver.memory
         assert not module.created
 
+    def test_failure_without_a_named_backend_falls_back(self, driver, module):
+        module.problems = {0: "GPU 0: self-test moved rows to wrong places"}
+        assert_falls_back(module.problems[0], 0, 1)
+        assert not driver.memory
+
     def test_runs_once_on_every_gpu(self, driver, module):
         communicator(2, 0, 1, backend="cuda").close()
         assert sorted(module.tested) == [0, 1, 2]
@@ -271,14 +288,19 @@ class TestSelfTest:
 class TestSetUp:
     def test_every_rank_gets_zeroed_memory_on_its_gpu(self, driver, module):
         with communicator(3, 1, num_sms=5, timeout_s=2.5) as comm:
-            ((identity, places, num_ranks, num_sms, timeout_s),) = module.created
+            ((identity, made),) = module.created
             assert comm.backend == "cuda"
             assert identity == comm.id
-            assert (num_ranks, num_sms, timeout_s) == (2, 5, 2.5)
-            assert [place[:3] for place in places] == [(3, 0, 0), (1, 0, 1)]
+            assert (made.num_ranks, made.num_sms, made.timeout_s) == (2, 5, 2.5)
+            assert ordinals_and_ranks(made) == [(3, 0), (1, 1)]
             gpus = [call[1] for call in driver.calls if call[0] == "cuMemAlloc"]
             assert gpus == [3, 1]
-            assert driver.memory == {place[3]: (0, 2000) for place in places}
+            assert driver.memory == dict.fromkeys(made.allocated, (0, 2000))
+            for place in made.places:
+                assert place.control == made.allocated
+                assert (place.same_process, place.regions) == (3, 0)
+            assert (made.has_other_processes, made.mapped) == (False, [])
+            assert comm.describe()["memory_bytes"] == 4000
             assert driver.current == []
             assert module.released == []
         comm.close()
@@ -288,15 +310,19 @@ class TestSetUp:
 
     def test_default_num_sms_is_left_to_the_native_side(self, driver, module):
         communicator(0, 1).close()
-        assert module.created[0][3] == 0
+        assert module.created[0][1].num_sms == 0
 
     def test_groups_of_a_mesh_with_two_axes(self, driver, module):
         grid = Mesh(np.array([[Gpu(0), Gpu(1)], [Gpu(2), Gpu(3)]]), ("data", "ep"))
         jax_ep.Communicator(grid, "ep").close()
         jax_ep.Communicator(grid, "data").close()
-        along_ep, along_data = ([p[:3] for p in c[1]] for c in module.created)
-        assert along_ep == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
-        assert along_data == [(0, 0, 0), (2, 0, 1), (1, 1, 0), (3, 1, 1)]
+        along_ep, along_data = (made for _, made in module.created)
+        assert ordinals_and_ranks(along_ep) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+        assert ordinals_and_ranks(along_data) == [(0, 0), (2, 1), (1, 0), (3, 1)]
+        a, b, c, d = along_ep.allocated
+        assert [place.control for place in along_ep.places] == [[a, b]] * 2 + [
+            [c, d]
+        ] * 2
 
     def test_peers_reach_each_other_both_ways(self, driver, module):
         communicator(0, 1).close()

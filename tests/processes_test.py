@@ -2,9 +2,14 @@
 processes that are killed, stopped, delayed and misused.
 """
 
+import contextlib
 import csv
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import launch
@@ -20,6 +25,15 @@ OPERATIONS = (
     "tests/faults_test.py",
 )
 REPEATED = ("tests/repetition_test.py",)
+# What crosses processes in a layer: dispatch and combine around native code that
+# does not, forward and backward. The rest of these files puts global arrays of one
+# process into its programs.
+EXPERTS = ("tests/permute_test.py", "tests/moe_test.py", "tests/fp8_test.py")
+ACROSS = (
+    "(test_every_case and 8 and not 128 and not plain) or dropped or dtype_and_row "
+    "or float64 or overflow or choice_to_choice or scan_and_remat or trees or at_hand "
+    "or arrive"
+)
 
 
 def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options):
@@ -52,14 +66,29 @@ def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options)
     ],
 )
 def test_operations_between_processes(processes, devices, files, staging, tmp_path):
-    arguments = ["-q", "--timeout=120", "-x", *files, *filter(None, [staging])]
+    passed = run_suite(
+        *files, *filter(None, [staging]), place=(processes, devices), logs=tmp_path
+    )
+    assert passed > 30
+
+
+def test_experts_between_processes(tmp_path):
+    assert run_suite(*EXPERTS, "-k", ACROSS, place=(2, 2), logs=tmp_path) > 60
+
+
+def run_suite(*arguments, place, logs):
+    """Runs pytest in step in (processes, devices); returns how many tests passed."""
+    processes, devices = place
     with launch.Job(
-        "process_suite.py", processes, tmp_path, devices=devices, arguments=arguments
+        "process_suite.py",
+        processes,
+        logs,
+        devices=devices,
+        arguments=["-q", "--timeout=120", "-x", *arguments],
     ) as job:
-        logs = job.wait(560)
-    counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]
-    assert len(set(counts)) == 1
-    assert int(counts[0]) > 30
+        texts = job.wait(560)
+    (passed,) = {re.search(r"(\d+) passed", text).group(1) for text in texts}
+    return int(passed)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -176,24 +205,106 @@ def test_fork_after_set_up(tmp_path):
 
 # The example -------------------------------------------------------------------
 
+EXAMPLES = launch.HERE.parent / "examples"
+PORTS = 61440  # JAX takes one of the 4096 from here on, by the number of the job
+# NPROC: XLA's pool on few cores, before jax 0.12.
+TRAINING = ("--batch=8", "--steps=3")
+ENVIRONMENT = {"NPROC": "16"}
 
-def test_example_has_the_losses_of_one_process(tmp_path):
+
+def read_losses(out):
+    with (out / "loss.csv").open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def train(program, *arguments, out):
+    """Runs an example; returns its losses."""
+    done = run_script(
+        str(EXAMPLES / program),
+        *TRAINING,
+        *arguments,
+        f"--out={out}",
+        timeout=400,
+        **ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_losses(out)
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process(tmp_path_factory):
+    return train("train_moe_lm.py", out=tmp_path_factory.mktemp("one"))
+
+
+def test_example_has_the_losses_of_one_process(losses_of_one_process, tmp_path):
     """Same batches, same model, same groups: 2 processes, and 1."""
-    losses = []
-    for program, *arguments in (
-        ("multi_process.py", "--processes=2", "--batch=8"),
-        ("train_moe_lm.py", "--batch=8"),
-    ):
-        out = tmp_path / program
-        done = run_script(
-            str(launch.HERE.parent / "examples" / program),
-            *arguments,
-            "--steps=3",
-            f"--out={out}",
-            timeout=400,
-            NPROC="16",
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        with (out / "loss.csv").open(newline="") as file:
-            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = train("multi_process.py", "--processes=2", out=tmp_path)
+    assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
+
+
+def slurm(process, job):
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+
+
+def open_mpi(process, job):
+    uri = f"{job << 12}.0;tcp://127.0.0.1,10.0.0.1:34911"
+    return {
+        "OMPI_MCA_orte_hnp_uri": uri,
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+        "OMPI_VERSION": "4.1.6",
+    }
+
+
+class Cluster(launch.Job):
+    """Processes that the environment tells their places, as a cluster's do."""
+
+    def __init__(self, program, logs, arguments, environments):
+        """Starts `program` once for each of the environments."""
+        clusters = ("SLURM_", "OMPI_", "JAX_COORDINATOR_")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(clusters)}
+        path = os.pathsep.join(p for p in sys.path if p)
+        self.logs = [logs / f"log.{process}" for process in range(len(environments))]
+        self.processes = []
+        for log, told in zip(self.logs, environments, strict=True):
+            with log.open("wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, program, *arguments],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**inherited, "PYTHONPATH": path, **ENVIRONMENT, **told},
+                    )
+                )
+
+
+def job_with_a_free_port():
+    for job in range(os.getpid(), os.getpid() + 4096):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", PORTS + job % 4096))
+            return job
+    raise OSError("no port is free")
+
+
+@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+def test_example_under_a_cluster(cluster, losses_of_one_process, tmp_path):
+    """JAX finds the processes by what Slurm or Open MPI put into the environment."""
+    job = job_with_a_free_port()
+    with Cluster(
+        EXAMPLES / "multi_process.py",
+        tmp_path,
+        [*TRAINING, "--cpu-devices=4", f"--out={tmp_path}"],
+        [cluster(process, job) for process in range(2)],
+    ) as running:
+        (log, _) = running.wait(500)
+    assert "4 ranks in 2 processes" in log
+    losses = read_losses(tmp_path)
+    assert losses == pytest.approx(losses_of_one_process, rel=1e-5)

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "cc/current_device.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -17,24 +18,6 @@ const XLA_FFI_TypeInfo kCudaStartSiteInfo = ffi::MakeTypeInfo<CudaStartSite>();
 const XLA_FFI_TypeInfo kCudaDoneSiteInfo = ffi::MakeTypeInfo<CudaDoneSite>();
 
 namespace {
-
-// The thread's device is another one while this lives.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t ordinal) {
-    status_ = cudaGetDevice(&before_);
-    if (status_ == cudaSuccess) status_ = cudaSetDevice(ordinal);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() { cudaSetDevice(before_); }
-
-  cudaError_t status() const { return status_; }
-
- private:
-  int before_ = 0;
-  cudaError_t status_;
-};
 
 cudaError_t MakeStream(int32_t ordinal, cudaStream_t* stream) {
   const OnDevice device(ordinal);
@@ -222,13 +205,16 @@ ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
 
 // Whether a flight works on just these buffers. `in` holds the arriving leaves,
 // the departing ones and the token.
-bool IsOf(const CudaFlight& flight, const int32_t* routes,
-          const int32_t* num_recv, const ffi::RemainingArgs& in,
-          const ffi::RemainingRets& out) {
+bool IsOf(const CudaFlight& flight, const Routing& routing,
+          const ffi::RemainingArgs& in, const ffi::RemainingRets& out) {
   const RowParams& rows = flight.rows;
   const size_t count = out.size();
   if (static_cast<size_t>(rows.num_leaves) != count) return false;
-  if (rows.routes != routes || rows.num_recv != num_recv) return false;
+  if (rows.routes != routing.routes.typed_data() ||
+      rows.num_recv != routing.num_recv.typed_data() ||
+      rows.recv_src != routing.recv_src.typed_data()) {
+    return false;
+  }
   for (size_t i = 0; i < count; ++i) {
     const void* arriving = in.get<ffi::AnyBuffer>(i)->untyped_data();
     const void* departing = in.get<ffi::AnyBuffer>(count + i)->untyped_data();
@@ -242,9 +228,8 @@ bool IsOf(const CudaFlight& flight, const int32_t* routes,
 }
 
 ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
-                const int32_t* routes, const int32_t* num_recv,
-                const ffi::RemainingArgs& in, const ffi::RemainingRets& out,
-                const char* op) {
+                const Routing& routing, const ffi::RemainingArgs& in,
+                const ffi::RemainingRets& out, const char* op) {
   if (done.flights->StreamOn(ordinal) == nullptr || out.size() == 0 ||
       in.size() != 2 * out.size() + 1) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
@@ -252,7 +237,7 @@ ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
   }
   CudaFlight* flight =
       done.flights->Find(ordinal, in.get<ffi::AnyBuffer>(0)->untyped_data());
-  if (flight == nullptr || !IsOf(*flight, routes, num_recv, in, out)) {
+  if (flight == nullptr || !IsOf(*flight, routing, in, out)) {
     // Nothing may be left in the air when XLA takes its memory back.
     done.flights->WaitForAll(ordinal, stream);
     return ffi::Error(
@@ -270,43 +255,42 @@ ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
 ffi::Error DispatchStart(CudaStartSite* start, int32_t ordinal,
                          cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
                          ffi::BufferR0<ffi::S32> num_recv,
+                         ffi::BufferR1<ffi::S32> recv_src,
                          ffi::RemainingArgs in, ffi::RemainingRets out) {
-  ffi::ErrorOr<RowParams> rows = RowsOfCall(start->site, ordinal, routes, in,
-                                            out, /*capacity_is_out=*/true);
+  const ffi::ErrorOr<RowParams> rows =
+      DispatchRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (rows.has_error()) return rows.error();
-  rows->num_recv = num_recv.typed_data();
   return Start(*start, ordinal, stream, *rows, "dispatch_start",
                LaunchDispatch);
 }
 
-ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
-                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
-                        ffi::BufferR0<ffi::S32> num_recv, ffi::RemainingArgs in,
-                        ffi::RemainingRets out) {
-  return Done(*done, ordinal, stream, routes.typed_data(),
-              num_recv.typed_data(), in, out, "dispatch_done");
-}
-
 ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
                         cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
-                        ffi::RemainingArgs in, ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows = RowsOfCall(
-      start->site, ordinal, routes, in, out, /*capacity_is_out=*/false);
+                        ffi::BufferR0<ffi::S32> num_recv,
+                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                        ffi::RemainingRets out) {
+  const ffi::ErrorOr<RowParams> rows =
+      CombineRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (rows.has_error()) return rows.error();
-  for (int32_t i = 0; i < rows->num_leaves; ++i) {
-    if (rows->leaves[i].element == Element::kNone) {
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                        "jax_ep combine: a leaf's dtype cannot be summed");
-    }
-  }
   return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
 }
 
+ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
+                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        ffi::BufferR0<ffi::S32> num_recv,
+                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                        ffi::RemainingRets out) {
+  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
+              "dispatch_done");
+}
+
 ffi::Error CombineDone(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
-                       ffi::BufferR3<ffi::S32> routes, ffi::RemainingArgs in,
+                       ffi::BufferR3<ffi::S32> routes,
+                       ffi::BufferR0<ffi::S32> num_recv,
+                       ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                        ffi::RemainingRets out) {
-  return Done(*done, ordinal, stream, routes.typed_data(),
-              /*num_recv=*/nullptr, in, out, "combine_done");
+  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
+              "combine_done");
 }
 
 }  // namespace
@@ -322,6 +306,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchStart, DispatchStart,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+                                  .RemainingArgs()
+                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<CudaStartSite>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
@@ -331,14 +326,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaStartSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineDone, CombineDone,
@@ -347,6 +335,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineDone, CombineDone,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 

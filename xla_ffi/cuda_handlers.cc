@@ -1,11 +1,15 @@
 #include "xla_ffi/cuda_handlers.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <utility>
 
+#include "cc/current_device.h"
+#include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "xla_ffi/element.h"
@@ -18,11 +22,41 @@ namespace ffi = xla::ffi;
 ffi::TypeId CudaCallSite::id = {};
 const XLA_FFI_TypeInfo kCudaCallSiteInfo = ffi::MakeTypeInfo<CudaCallSite>();
 
+namespace {
+
+void Unmap(const std::vector<CudaCommunicator::Range>& mapped) {
+  static auto* const unmap =
+      DriverFunction<CUresult(CUdeviceptr, size_t)>("cuMemUnmap");
+  static auto* const free_address =
+      DriverFunction<CUresult(CUdeviceptr, size_t)>("cuMemAddressFree");
+  if (unmap == nullptr || free_address == nullptr) return;
+  for (const CudaCommunicator::Range& range : mapped) {
+    // Addresses that are still mapped must not be given to others.
+    if (unmap(range.begin, range.bytes) == CUDA_SUCCESS) {
+      free_address(range.begin, range.bytes);
+    }
+  }
+}
+
+}  // namespace
+
 CudaCommunicator::~CudaCommunicator() {
-  // cudaFree waits for the device, so no kernel still polls this memory. At the
-  // end of the process the driver may be gone; then so is the memory.
-  for (const auto& [ordinal, view] : views) {
-    cudaFree(view.control[view.rank]);
+  if (views.empty()) return;
+  const OnDevice current(views.begin()->first);
+  // At the end of the process the driver may be gone; then so is the memory.
+  if (current.status() != cudaSuccess) return;
+  if (!mapped.empty()) {
+    // No kernel of this process may still poll or store where something was
+    // mapped. Those of other processes have mappings of their own, and the
+    // physical memory lives as long as the last of them.
+    for (const auto& [ordinal, view] : views) {
+      if (cudaSetDevice(ordinal) == cudaSuccess) cudaDeviceSynchronize();
+    }
+    Unmap(mapped);
+  }
+  // Waits for the device as well.
+  for (uint64_t address : allocated) {
+    cudaFree(reinterpret_cast<void*>(address));
   }
 }
 
@@ -46,24 +80,75 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> Instantiate(
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                                       UnknownCommunicator(*comm, "cuda")));
   }
-  const uint32_t site = communicator->num_sites.fetch_add(1);
+  const auto number = static_cast<uint32_t>(*channel);
+  const ControlSlots::Site site =
+      communicator->has_other_processes
+          ? communicator->slots.Take(number)
+          : ControlSlots::Site{
+                .slot = static_cast<int32_t>(communicator->num_sites++ %
+                                             ControlLayout::kSlots),
+                .instance = 0};
   return std::make_unique<CudaCallSite>(CudaCallSite{
       .communicator = std::move(communicator),
-      .slot = static_cast<int32_t>(site % ControlLayout::kSlots),
-      .channel = static_cast<uint32_t>(*channel),
+      .slot = site.slot,
+      .channel = number,
+      .instance = site.instance,
   });
+}
+
+// What ranks compare before rows move: they must be in the same operation of
+// the same program, with the same sizes.
+class Tag {
+ public:
+  Tag(const CudaCallSite& site, const char* op) : channel_(site.channel) {
+    Add(site.channel);
+    Add(site.instance);
+    for (; *op != 0; ++op) Add(*op);
+  }
+
+  void Add(uint64_t number) {
+    hash_ = (hash_ ^ number) * 0x9E3779B97F4A7C15;
+    hash_ ^= hash_ >> 32;
+  }
+
+  uint32_t value() const {
+    return static_cast<uint32_t>(hash_ >> 48 << 16) | (channel_ & 0xffff);
+  }
+
+ private:
+  uint64_t hash_ = 1;
+  uint32_t channel_;
+};
+
+// Whether ranks of other processes can reach a buffer of this device.
+bool IsExported(const CudaCallSite& site, int32_t ordinal, const void* buffer,
+                uint64_t bytes) {
+  if (!site.communicator->has_other_processes || bytes == 0) return false;
+  const auto found = site.communicator->exported.find(ordinal);
+  if (found == site.communicator->exported.end()) return false;
+  const auto address = reinterpret_cast<uint64_t>(buffer);
+  return std::any_of(found->second.begin(), found->second.end(),
+                     [&](const CudaCommunicator::Range& range) {
+                       const uint64_t offset = address - range.begin;
+                       return offset < range.bytes &&
+                              bytes <= range.bytes - offset;
+                     });
 }
 
 // The operation of `site` on the device with this ordinal.
 ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
   num_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  // XLA's ordinal among the GPUs that this process sees, as set-up has it from
+  // JAX's local_hardware_id.
   const auto view = site.communicator->views.find(ordinal);
   if (view == site.communicator->views.end()) {
     return ffi::Unexpected(Invalid("jax_ep: GPU " + std::to_string(ordinal) +
                                    " is not on the communicator's mesh"));
   }
-  return Operation{
-      .view = view->second, .slot = site.slot, .channel = site.channel};
+  return Operation{.view = view->second,
+                   .slot = site.slot,
+                   .channel = site.channel,
+                   .tag = 0};
 }
 
 ffi::Error Launched(const char* op, cudaError_t status) {
@@ -91,7 +176,11 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   if (num_experts.has_error()) return num_experts.error();
   if (alignment.has_error()) return alignment.error();
   if (op.has_error()) return op.error();
-  const PlanParams params = {
+  const auto exported = [&](auto& buffer) {
+    return IsExported(*site, ordinal, buffer->untyped_data(),
+                      buffer->size_bytes());
+  };
+  PlanParams params = {
       .op = *op,
       .num_experts = static_cast<int32_t>(*num_experts),
       .expert_alignment = static_cast<int32_t>(*alignment),
@@ -109,14 +198,23 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
       .expert_counts = expert_counts->typed_data(),
       .group_sizes = group_sizes->typed_data(),
       .workspace = workspace->typed_data(),
+      .exported = {exported(recv_topk_idx), exported(recv_src),
+                   exported(workspace)},
   };
+  Tag tag(*site, "plan");
+  tag.Add(params.num_experts);
+  tag.Add(params.expert_alignment);
+  tag.Add(params.top_k);
+  tag.Add(params.num_tokens);
+  tag.Add(params.capacity);
+  params.op.tag = tag.value();
   return Launched("plan", LaunchPlan(params, stream));
 }
 
 // What dispatch and combine share; `capacity_is_out` says on which side the
 // receive buffer stands.
 ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
-                             const ffi::BufferR3<ffi::S32>& routes,
+                             const Routing& routing,
                              const ffi::RemainingArgs& in,
                              const ffi::RemainingRets& out,
                              bool capacity_is_out) {
@@ -126,11 +224,15 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
     return ffi::Unexpected(Invalid("jax_ep: too many leaves in one call"));
   }
   RowParams params = {};
+  Tag tag(site, capacity_is_out ? "dispatch" : "combine");
   params.op = *op;
-  params.routes_per_token = static_cast<int32_t>(routes.dimensions()[1]);
+  params.routes_per_token =
+      static_cast<int32_t>(routing.routes.dimensions()[1]);
   params.num_leaves = static_cast<int32_t>(in.size());
-  params.num_tokens = routes.dimensions()[0];
-  params.routes = routes.typed_data();
+  params.num_tokens = routing.routes.dimensions()[0];
+  params.routes = routing.routes.typed_data();
+  params.num_recv = routing.num_recv.typed_data();
+  params.recv_src = routing.recv_src.typed_data();
   for (size_t i = 0; i < in.size(); ++i) {
     const ffi::AnyBuffer from = *in.get<ffi::AnyBuffer>(i);
     const ffi::AnyBuffer to = **out.get<ffi::AnyBuffer>(i);
@@ -142,34 +244,97 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
         .out = static_cast<std::byte*>(to.untyped_data()),
         .row_bytes = static_cast<int64_t>(rows.size_bytes()) / params.capacity,
         .element = ElementOf(from.element_type()),
+        .exported =
+            IsExported(site, ordinal, rows.untyped_data(), rows.size_bytes()),
     };
+    tag.Add(params.leaves[i].row_bytes);
+    tag.Add(static_cast<uint64_t>(params.leaves[i].element));
   }
+  tag.Add(params.routes_per_token);
+  tag.Add(params.num_tokens);
+  tag.Add(params.capacity);
+  params.op.tag = tag.value();
   return params;
 }
 
 ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                     ffi::BufferR3<ffi::S32> routes,
-                    ffi::BufferR0<ffi::S32> num_recv, ffi::RemainingArgs in,
+                    ffi::BufferR0<ffi::S32> num_recv,
+                    ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                     ffi::RemainingRets out) {
-  ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, routes, in, out, /*capacity_is_out=*/true);
+  const ffi::ErrorOr<RowParams> params =
+      DispatchRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
-  params->num_recv = num_recv.typed_data();
   return Launched("dispatch", LaunchDispatch(*params, stream));
 }
 
 ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                   ffi::BufferR3<ffi::S32> routes, ffi::RemainingArgs in,
+                   ffi::BufferR3<ffi::S32> routes,
+                   ffi::BufferR0<ffi::S32> num_recv,
+                   ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                    ffi::RemainingRets out) {
   const ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, routes, in, out, /*capacity_is_out=*/false);
+      CombineRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
-  for (int32_t i = 0; i < params->num_leaves; ++i) {
-    if (params->leaves[i].element == Element::kNone) {
-      return Invalid("jax_ep combine: a leaf's dtype cannot be summed");
-    }
-  }
   return Launched("combine", LaunchCombine(*params, stream));
+}
+
+// Operands: N leaves [T, ...]. Results: G leaves [S, ...] and N - G leaves
+// [C, ...]; then scratch, [C, ...] for each of the first G and the workspace.
+ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
+                           cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                           ffi::BufferR1<ffi::S32> recv_counts,
+                           ffi::BufferR1<ffi::S32> recv_src,
+                           ffi::BufferR2<ffi::S32> expert_rows,
+                           ffi::BufferR2<ffi::S32> empty_ranges,
+                           ffi::RemainingArgs in, ffi::RemainingRets out) {
+  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal);
+  if (op.has_error()) return op.error();
+  const size_t leaves = in.size();
+  if (leaves >= kMaxLeaves || out.size() <= leaves ||
+      out.size() > 2 * leaves + 1) {
+    return Invalid("jax_ep: too many leaves in one call");
+  }
+  const size_t grouped = out.size() - leaves - 1;
+  Tag tag(*site, "dispatch_permute");
+  DispatchPermuteParams params = {};
+  params.rows.op = *op;
+  params.rows.routes_per_token = static_cast<int32_t>(routes.dimensions()[1]);
+  params.rows.num_leaves = static_cast<int32_t>(leaves);
+  params.rows.num_tokens = routes.dimensions()[0];
+  params.rows.capacity = recv_src.dimensions()[0];
+  params.rows.routes = routes.typed_data();
+  params.num_grouped = static_cast<int32_t>(grouped);
+  params.top_k = static_cast<int32_t>(expert_rows.dimensions()[1]);
+  params.num_ranges = static_cast<int32_t>(empty_ranges.dimensions()[0]);
+  params.recv_counts = recv_counts.typed_data();
+  params.recv_src = recv_src.typed_data();
+  params.expert_rows = expert_rows.typed_data();
+  params.empty_ranges = empty_ranges.typed_data();
+  params.workspace = static_cast<uint64_t*>(
+      (**out.get<ffi::AnyBuffer>(out.size() - 1)).untyped_data());
+  for (size_t i = 0; i < leaves; ++i) {
+    const bool is_grouped = i < grouped;
+    const ffi::AnyBuffer landing =
+        **out.get<ffi::AnyBuffer>(is_grouped ? leaves + i : i);
+    params.rows.leaves[i] = {
+        .in = static_cast<const std::byte*>(
+            in.get<ffi::AnyBuffer>(i)->untyped_data()),
+        .out = static_cast<std::byte*>(landing.untyped_data()),
+        .row_bytes =
+            static_cast<int64_t>(landing.size_bytes()) / params.rows.capacity,
+        .element = Element::kNone,
+    };
+    if (is_grouped) {
+      params.grouped[i] = static_cast<std::byte*>(
+          (**out.get<ffi::AnyBuffer>(i)).untyped_data());
+    }
+    tag.Add(params.rows.leaves[i].row_bytes);
+  }
+  tag.Add(params.rows.num_tokens);
+  tag.Add(params.rows.capacity);
+  params.rows.op.tag = tag.value();
+  return Launched("dispatch_permute", LaunchDispatchPermute(params, stream));
 }
 
 }  // namespace
@@ -179,12 +344,27 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
   return Instantiate(std::move(attributes));
 }
 
-ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site, int32_t ordinal,
-                                   const ffi::BufferR3<ffi::S32>& routes,
-                                   const ffi::RemainingArgs& in,
-                                   const ffi::RemainingRets& out,
-                                   bool capacity_is_out) {
-  return Rows(site, ordinal, routes, in, out, capacity_is_out);
+ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site, int32_t ordinal,
+                                     const Routing& routing,
+                                     const ffi::RemainingArgs& in,
+                                     const ffi::RemainingRets& out) {
+  return Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/true);
+}
+
+ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site, int32_t ordinal,
+                                    const Routing& routing,
+                                    const ffi::RemainingArgs& in,
+                                    const ffi::RemainingRets& out) {
+  ffi::ErrorOr<RowParams> params =
+      Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/false);
+  if (params.has_error()) return params;
+  for (int32_t i = 0; i < params->num_leaves; ++i) {
+    if (params->leaves[i].element == Element::kNone) {
+      return ffi::Unexpected(
+          Invalid("jax_ep combine: a leaf's dtype cannot be summed"));
+    }
+  }
+  return params;
 }
 
 int64_t NumHandlerCalls() {
@@ -219,6 +399,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -228,8 +409,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpDispatchPermute, DispatchPermute,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::State<CudaCallSite>>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+        .Arg<ffi::BufferR1<ffi::S32>>()  // recv_counts
+        .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+        .Arg<ffi::BufferR2<ffi::S32>>()  // expert_rows
+        .Arg<ffi::BufferR2<ffi::S32>>()  // empty_ranges
+        .RemainingArgs()
+        .RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

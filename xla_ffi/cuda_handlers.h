@@ -7,7 +7,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
+#include "cc/control_slots.h"
 #include "cc/ops.h"
 #include "cc/peer_view.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,15 +19,30 @@ namespace jax_ep {
 class CudaFlights;  // cuda_flight_handlers.h
 
 // Set up by Python, only read afterwards. Owns the control memory of the local
-// devices: the last of Python and the executables frees it.
+// devices and what is mapped of other processes: the last of Python and the
+// executables frees it.
 struct CudaCommunicator {
+  struct Range {
+    uint64_t begin;
+    uint64_t bytes;
+  };
+
   CudaCommunicator() = default;
   CudaCommunicator(const CudaCommunicator&) = delete;
   CudaCommunicator& operator=(const CudaCommunicator&) = delete;
   ~CudaCommunicator();
 
   std::map<int32_t, PeerView> views;  // by XLA's device ordinal
+  // Memory of each device that its peers in other processes have mapped: parts
+  // that XLA never gives back.
+  std::map<int32_t, std::vector<Range>> exported;
+  bool has_other_processes = false;
+  std::vector<Range> mapped;        // to unmap, addresses and all
+  std::vector<uint64_t> allocated;  // to free
+  // Slots of call sites: in one process every site is the same object for all
+  // ranks, so they are dealt out; otherwise processes have to agree.
   std::atomic<uint32_t> num_sites{0};
+  ControlSlots slots;
   // Made by the first start or done of an operation in two halves.
   std::mutex flights_mutex;
   std::shared_ptr<CudaFlights> flights;
@@ -33,29 +50,41 @@ struct CudaCommunicator {
 
 // State of one call site, shared by the local devices. Its control slot is its
 // own: sites of one program may run at the same time, as branches of a CUDA
-// graph. Sites get slots in the order of their creation, which is the same in
-// every process; more than ControlLayout::kSlots sites share slots, which is
-// right as long as no two of them run at the same time.
+// graph. Sites that share a slot, because there are more than there are slots
+// or because they belong to programs of several processes, must not run at the
+// same time.
 struct CudaCallSite {
   static xla::ffi::TypeId id;
 
   std::shared_ptr<CudaCommunicator> communicator;
   int32_t slot;
   uint32_t channel;
+  uint32_t instance;  // ControlSlots::Site
 };
 
 extern const XLA_FFI_TypeInfo kCudaCallSiteInfo;
 
-// For handlers in other files: the state of a new call site, and the parameters
-// of a dispatch or combine without num_recv. `capacity_is_out` says on which
-// side the receive buffer stands; results after the leaves are not looked at.
+// What dispatch and combine know of a plan.
+struct Routing {
+  const xla::ffi::BufferR3<xla::ffi::S32>& routes;
+  const xla::ffi::BufferR0<xla::ffi::S32>& num_recv;
+  const xla::ffi::BufferR1<xla::ffi::S32>& recv_src;
+};
+
+// For handlers in other files: the state of a new call site, and what the
+// kernels get. Results after the leaves are not looked at.
 xla::ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
     xla::ffi::Dictionary attributes);
-xla::ffi::ErrorOr<RowParams> RowsOfCall(
-    const CudaCallSite& site, int32_t ordinal,
-    const xla::ffi::BufferR3<xla::ffi::S32>& routes,
-    const xla::ffi::RemainingArgs& in, const xla::ffi::RemainingRets& out,
-    bool capacity_is_out);
+xla::ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site,
+                                          int32_t ordinal,
+                                          const Routing& routing,
+                                          const xla::ffi::RemainingArgs& in,
+                                          const xla::ffi::RemainingRets& out);
+xla::ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site,
+                                         int32_t ordinal,
+                                         const Routing& routing,
+                                         const xla::ffi::RemainingArgs& in,
+                                         const xla::ffi::RemainingRets& out);
 
 // Executions of the handlers below in this process. A replayed CUDA graph runs
 // the kernels without them, which is how tests see that it was replayed.
@@ -65,6 +94,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(EpInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpPlan);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpCombine);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatchPermute);
 
 }  // namespace jax_ep
 

@@ -2,20 +2,20 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <string>
-#include <tuple>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "cc/control_slots.h"
 #include "cc/layout.h"
 #include "cc/peer_view.h"
 #include "cc/self_test.h"
 #include "nanobind/nanobind.h"
+#include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
-#include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
 #include "xla_ffi/cuda_expert_handlers.h"
@@ -39,6 +39,8 @@ nb::dict Handlers() {
   handlers["jax_ep_combine_start"] =
       Handler(EpStartInstantiate, EpCombineStart);
   handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
+  handlers["jax_ep_dispatch_permute"] =
+      Handler(EpInstantiate, EpDispatchPermute);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
@@ -55,37 +57,95 @@ nb::dict Types() {
   return types;
 }
 
-// A fixed share of the multiprocessors: 24 of an H200's 132 fill its link and
+// Multiprocessors that an operation uses; asked_for is 0 where nobody asked.
+// Then a fixed share: 24 of an H200's 132 fill its link and
 // leave the rest to the experts.
-int32_t DefaultSms(int32_t ordinal) {
+int32_t NumSms(int32_t ordinal, int32_t asked_for) {
+  if (asked_for > 0) return asked_for;
   int count = 0;
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ordinal);
   return std::max(1, count * 2 / 11);
 }
 
-// (device ordinal, group, rank, address of its zeroed control memory)
-using Place = std::tuple<int32_t, int32_t, int32_t, uintptr_t>;
+// Set-up writes tables of regions from Python.
+static_assert(sizeof(Region) == 3 * sizeof(uint64_t));
 
-void CreateCommunicator(int64_t id, const std::vector<Place>& places,
-                        int32_t num_ranks, int32_t num_sms, double timeout_s) {
-  std::map<std::pair<int32_t, int32_t>, std::byte*> control;
-  for (const auto& [ordinal, group, rank, address] : places) {
-    control[{group, rank}] = reinterpret_cast<std::byte*>(address);
+// (begin, bytes)
+using Range = std::pair<uint64_t, uint64_t>;
+
+// One local device. `control` holds the control memory of each rank of its
+// group as the device sees it. What follows serves groups of several processes:
+// `regions` is the address of the table in PeerView, 0 in other groups.
+struct Place {
+  int32_t ordinal;
+  int32_t rank;
+  std::vector<uint64_t> control;
+  uint64_t same_process;
+  uint64_t regions;
+  std::vector<Range> exported;
+};
+
+// The communicator takes over what is mapped and allocated.
+struct CommunicatorArguments {
+  int32_t num_ranks;
+  int32_t num_sms;
+  double timeout_s;
+  int32_t num_channels;
+  int64_t staging_bytes;
+  std::vector<Place> places;
+  bool has_other_processes;
+  std::vector<Range> mapped;
+  std::vector<uint64_t> allocated;
+};
+
+std::vector<CudaCommunicator::Range> Ranges(const std::vector<Range>& from) {
+  std::vector<CudaCommunicator::Range> to;
+  for (const auto& [begin, bytes] : from) to.push_back({begin, bytes});
+  return to;
+}
+
+PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
+  PeerView view = {};
+  view.rank = place.rank;
+  view.num_ranks = from.num_ranks;
+  view.num_sms = NumSms(place.ordinal, from.num_sms);
+  view.has_bulk = HasBulk(place.ordinal);
+  view.timeout_ns = static_cast<uint64_t>(from.timeout_s * 1e9);
+  for (int32_t peer = 0; peer < from.num_ranks; ++peer) {
+    view.control[peer] = reinterpret_cast<std::byte*>(place.control[peer]);
   }
+  view.same_process = place.same_process;
+  if (place.regions != 0) {
+    view.regions = reinterpret_cast<const Region*>(place.regions);
+    view.num_channels = from.num_channels;
+    view.staging_bytes = from.staging_bytes;
+  }
+  return view;
+}
+
+void CreateCommunicator(int64_t id, const CommunicatorArguments& from) {
   auto communicator = std::make_shared<CudaCommunicator>();
-  for (const auto& [ordinal, group, rank, address] : places) {
-    PeerView view = {};
-    view.rank = rank;
-    view.num_ranks = num_ranks;
-    view.num_sms = num_sms > 0 ? num_sms : DefaultSms(ordinal);
-    view.has_bulk = HasBulk(ordinal);
-    view.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
-    for (int32_t peer = 0; peer < num_ranks; ++peer) {
-      view.control[peer] = control[{group, peer}];
+  for (const Place& place : from.places) {
+    if (place.control.size() != static_cast<size_t>(from.num_ranks)) {
+      throw std::invalid_argument("jax_ep: control memory of too few ranks");
     }
-    communicator->views[ordinal] = view;
+    communicator->views[place.ordinal] = ViewOf(from, place);
+    communicator->exported[place.ordinal] = Ranges(place.exported);
   }
+  communicator->has_other_processes = from.has_other_processes;
+  communicator->mapped = Ranges(from.mapped);
+  communicator->allocated = from.allocated;
   Registry<CudaCommunicator>::Get().Add(id, std::move(communicator));
+}
+
+// Bytes of staging memory that a rank holds, 0 where staging_bytes is too
+// small, and the least staging_bytes.
+std::pair<int64_t, int64_t> StagingSize(int64_t staging_bytes,
+                                        int64_t num_channels,
+                                        int64_t num_ranks) {
+  const StagingLayout layout(staging_bytes, num_channels, num_ranks);
+  return {layout.Valid() ? layout.size() : 0,
+          StagingLayout::MinBytes(num_channels, num_ranks)};
 }
 
 NB_MODULE(_cuda, m) {
@@ -97,9 +157,26 @@ NB_MODULE(_cuda, m) {
         [](int32_t num_ranks) { return ControlLayout(num_ranks).size(); });
   m.def("self_test", &SelfTest, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>());
+  m.attr("max_regions") = kMaxRegions;
+  m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
+        nb::arg("num_channels"), nb::arg("num_ranks"));
+  m.def("num_sms", &NumSms, nb::arg("ordinal"), nb::arg("asked_for"));
+  m.def("begin_program", &ControlSlots::BeginProgram);
+  nb::class_<Place>(m, "Place")
+      .def(nb::init<int32_t, int32_t, std::vector<uint64_t>, uint64_t, uint64_t,
+                    std::vector<Range>>(),
+           nb::arg("ordinal"), nb::arg("rank"), nb::arg("control"),
+           nb::arg("same_process"), nb::arg("regions"), nb::arg("exported"));
+  nb::class_<CommunicatorArguments>(m, "CommunicatorArguments")
+      .def(nb::init<int32_t, int32_t, double, int32_t, int64_t,
+                    std::vector<Place>, bool, std::vector<Range>,
+                    std::vector<uint64_t>>(),
+           nb::arg("num_ranks"), nb::arg("num_sms"), nb::arg("timeout_s"),
+           nb::arg("num_channels"), nb::arg("staging_bytes"), nb::arg("places"),
+           nb::arg("has_other_processes"), nb::arg("mapped"),
+           nb::arg("allocated"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
-        nb::arg("places"), nb::arg("num_ranks"), nb::arg("num_sms"),
-        nb::arg("timeout_s"));
+        nb::arg("arguments"));
   m.def(
       "release_communicator",
       [](int64_t id) { Registry<CudaCommunicator>::Get().Remove(id); },

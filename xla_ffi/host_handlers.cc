@@ -1,31 +1,19 @@
 #include "xla_ffi/host_handlers.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <vector>
 
-#include "cc/cpu/completion_threads.h"
 #include "cc/cpu/ops.h"
 #include "cc/layout.h"
 #include "xla_ffi/element.h"
-#include "xla_ffi/registry.h"
+#include "xla_ffi/host_calls.h"
 
 namespace jax_ep {
 
 namespace ffi = xla::ffi;
-
-ffi::TypeId HostCallSite::id = {};
-const XLA_FFI_TypeInfo kHostCallSiteInfo = ffi::MakeTypeInfo<HostCallSite>();
-
-HostCommunicator::~HostCommunicator() {
-  // A forked child has no threads to join; the sockets are its parent's.
-  if (getpid() != process_id) static_cast<void>(exchange.release());
-}
 
 namespace {
 
@@ -34,196 +22,6 @@ namespace {
 constexpr int64_t kParallelBytes = 256 << 10;
 // Between processes, below this a rank's rows keep one channel busy only.
 constexpr int64_t kShareBytes = 256 << 10;
-
-ffi::ErrorOr<std::unique_ptr<HostCallSite>> Instantiate(
-    const char* op, ffi::Dictionary attributes) {
-  const auto comm = attributes.get<int64_t>("comm");
-  const auto channel = attributes.get<int64_t>("channel");
-  if (comm.has_error()) return ffi::Unexpected(comm.error());
-  if (channel.has_error()) return ffi::Unexpected(channel.error());
-  std::shared_ptr<HostCommunicator> communicator =
-      Registry<HostCommunicator>::Get().Find(*comm);
-  if (communicator == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      UnknownCommunicator(*comm, "cpu")));
-  }
-  return std::make_unique<HostCallSite>(
-      std::move(communicator),
-      std::string(op) + " (channel " + std::to_string(*channel) + ")",
-      *channel);
-}
-
-ffi::Future Failed(const std::string& message) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(ffi::Error(ffi::ErrorCode::kInternal, message));
-  return future;
-}
-
-// A meeting that is complete, and which one it is.
-struct Met {
-  HostCallSite* site;
-  int64_t run;
-  int group;
-  std::shared_ptr<cpu::Meeting> meeting;
-
-  const HostCommunicator& comm() const { return *site->communicator; }
-  bool local() const { return comm().IsLocal(group); }
-};
-
-// Enters this device's rank with `arrival`; `work` runs on the last rank's
-// thread, and ends in the meeting's Finish().
-ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                 std::shared_ptr<void> arrival,
-                 const std::function<void(const Met&)>& work) {
-  const auto place = site->communicator->places.find(ordinal);
-  if (place == site->communicator->places.end()) {
-    return Failed("jax_ep: device " + std::to_string(ordinal) +
-                  " is not on the communicator's mesh");
-  }
-  auto promise = std::make_shared<ffi::Promise>();
-  ffi::Future future(*promise);
-  std::shared_ptr<cpu::Meeting> meeting = site->rendezvous.Enter(
-      run.run_id, place->second.group, place->second.rank, std::move(arrival),
-      [promise](const std::string& error) {
-        if (error.empty()) {
-          promise->SetAvailable();
-        } else {
-          promise->SetError(
-              ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error));
-        }
-      });
-  if (meeting != nullptr) {
-    work({site, run.run_id, place->second.group, std::move(meeting)});
-  }
-  return future;
-}
-
-// Buffers by rank; ranks of other processes have none.
-template <typename T>
-std::vector<T> Arrivals(const Met& met) {
-  std::vector<T> result(met.comm().num_ranks);
-  const std::vector<int>& ranks = met.meeting->ranks();
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    result[ranks[i]] = *static_cast<const T*>(met.meeting->arrivals()[i].get());
-  }
-  return result;
-}
-
-// Lets other processes take part in a call whose ranks here have met.
-void Post(const Met& met, const cpu::CallShape& shape,
-          std::vector<std::unique_ptr<cpu::Move>> shares,
-          std::function<void(const std::string& error)> done) {
-  const std::optional<int64_t> sequence =
-      met.site->communicator->sites.Next(met.site, met.run, met.group);
-  if (!sequence) {
-    return done(
-        "found two call sites of one channel that its peers could not tell "
-        "apart; do not compile programs in several threads at a time");
-  }
-  cpu::Exchange::Call call;
-  call.key = {.run = met.run,
-              .sequence = *sequence,
-              .channel = met.site->channel,
-              .site = met.site->number,
-              .group = met.group};
-  call.shape = shape;
-  call.places = met.comm().group_places[met.group];
-  call.deadline = met.meeting->deadline();
-  call.shares = std::move(shares);
-  call.done = std::move(done);
-  met.comm().exchange->Post(std::move(call));
-}
-
-// Plan -----------------------------------------------------------------------
-
-// Everybody's ids come here; then the plan of the ranks here is as with all
-// ranks in one process.
-void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
-  struct Shared {
-    std::vector<std::vector<std::byte>> elsewhere;
-    std::vector<cpu::PlanBuffers> ranks;
-  };
-  auto shared = std::make_shared<Shared>();
-  shared->ranks = Arrivals<cpu::PlanBuffers>(met);
-  shared->elsewhere.resize(shared->ranks.size());
-  const int64_t num_bytes =
-      sizes.num_tokens * sizes.top_k * int64_t{sizeof(int32_t)};
-  std::vector<std::byte*> ids;
-  for (size_t rank = 0; rank < shared->ranks.size(); ++rank) {
-    cpu::PlanBuffers& buffers = shared->ranks[rank];
-    if (!buffers.here()) {
-      shared->elsewhere[rank].resize(num_bytes);
-      buffers.topk_idx =
-          reinterpret_cast<const int32_t*>(shared->elsewhere[rank].data());
-    }
-    // Those that are here are only read.
-    ids.push_back(
-        reinterpret_cast<std::byte*>(const_cast<int32_t*>(buffers.topk_idx)));
-  }
-  const cpu::CallShape shape = {
-      .op = cpu::Op::kPlan,
-      .sizes = {sizes.num_tokens, sizes.top_k, sizes.capacity,
-                sizes.num_experts, sizes.expert_alignment}};
-  std::vector<std::unique_ptr<cpu::Move>> shares;
-  shares.push_back(cpu::MakePlanMove(met.comm().group_places[met.group],
-                                     num_bytes, std::move(ids)));
-  Post(met, shape, std::move(shares),
-       [shared, sizes, meeting = met.meeting](const std::string& error) {
-         if (!error.empty()) return meeting->Finish(false, error);
-         // Not on the channel's thread: others' rows wait there.
-         cpu::CompletionThreads::Get().Run([shared, sizes, meeting] {
-           cpu::Plan(sizes, shared->ranks);
-           meeting->Finish(false);
-         });
-       });
-}
-
-ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                 ffi::BufferR2<ffi::S32> topk_idx,
-                 ffi::ResultBufferR3<ffi::S32> routes,
-                 ffi::ResultBufferR0<ffi::S32> num_recv,
-                 ffi::ResultBufferR0<ffi::S32> num_demand,
-                 ffi::ResultBufferR0<ffi::PRED> overflow,
-                 ffi::ResultBufferR1<ffi::S32> recv_counts,
-                 ffi::ResultBufferR2<ffi::S32> recv_topk_idx,
-                 ffi::ResultBufferR1<ffi::S32> recv_src,
-                 ffi::ResultBufferR1<ffi::S32> expert_counts,
-                 ffi::ResultBufferR1<ffi::S32> group_sizes,
-                 ffi::ResultBufferR1<ffi::S32> /*workspace*/,
-                 ffi::Dictionary attributes) {
-  const auto num_experts = attributes.get<int64_t>("num_experts");
-  const auto alignment = attributes.get<int64_t>("expert_alignment");
-  if (num_experts.has_error()) return Failed(num_experts.error().message());
-  if (alignment.has_error()) return Failed(alignment.error().message());
-  const cpu::PlanSizes sizes = {
-      .num_ranks = site->communicator->num_ranks,
-      .num_experts = static_cast<int32_t>(*num_experts),
-      .expert_alignment = static_cast<int32_t>(*alignment),
-      .top_k = static_cast<int32_t>(topk_idx.dimensions()[1]),
-      .num_tokens = topk_idx.dimensions()[0],
-      .capacity = recv_src->dimensions()[0],
-  };
-  auto buffers = std::make_shared<cpu::PlanBuffers>(cpu::PlanBuffers{
-      .topk_idx = topk_idx.typed_data(),
-      .routes = routes->typed_data(),
-      .num_recv = num_recv->typed_data(),
-      .num_demand = num_demand->typed_data(),
-      .overflow = overflow->typed_data(),
-      .recv_counts = recv_counts->typed_data(),
-      .recv_topk_idx = recv_topk_idx->typed_data(),
-      .recv_src = recv_src->typed_data(),
-      .expert_counts = expert_counts->typed_data(),
-      .group_sizes = group_sizes->typed_data(),
-  });
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (!met.local()) return PlanBetweenProcesses(met, sizes);
-    cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(met));
-    met.meeting->Finish(/*on_last_ranks_thread=*/true);
-  });
-}
-
-// Dispatch and combine -------------------------------------------------------
 
 // The leaves of one rank; `capacity` rows stand on the receiver's side.
 std::vector<cpu::Leaf> Leaves(const ffi::RemainingArgs& in,
@@ -372,8 +170,9 @@ void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                      ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
-                     ffi::BufferR0<ffi::S32> num_recv, ffi::RemainingArgs in,
-                     ffi::RemainingRets out) {
+                     ffi::BufferR0<ffi::S32> num_recv,
+                     ffi::BufferR1<ffi::S32> /*recv_src*/,
+                     ffi::RemainingArgs in, ffi::RemainingRets out) {
   const cpu::RowSizes sizes = {
       .routes_per_token = static_cast<int32_t>(routes.dimensions()[1]),
       .num_tokens = routes.dimensions()[0],
@@ -394,7 +193,9 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 
 ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                     ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
-                    ffi::RemainingArgs in, ffi::RemainingRets out) {
+                    ffi::BufferR0<ffi::S32> /*num_recv*/,
+                    ffi::BufferR1<ffi::S32> /*recv_src*/, ffi::RemainingArgs in,
+                    ffi::RemainingRets out) {
   const cpu::RowSizes sizes = {
       .routes_per_token = static_cast<int32_t>(routes.dimensions()[1]),
       .num_tokens = routes.dimensions()[0],
@@ -424,40 +225,18 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpPlanInstantiate,
-    [](ffi::Dictionary attributes) { return Instantiate("plan", attributes); },
-    ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpDispatchInstantiate,
     [](ffi::Dictionary attributes) {
-      return Instantiate("dispatch", attributes);
+      return InstantiateHostCall("dispatch", attributes);
     },
     ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpCombineInstantiate,
     [](ffi::Dictionary attributes) {
-      return Instantiate("combine", attributes);
+      return InstantiateHostCall("combine", attributes);
     },
     ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpPlan, Plan,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::State<HostCallSite>>()
-        .Ctx<ffi::RunId>()
-        .Ctx<ffi::DeviceOrdinal>()
-        .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
-        .Ret<ffi::BufferR3<ffi::S32>>()   // routes
-        .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
-        .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
-        .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
-        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
-        .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
-        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
-        .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
-        .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
-        .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
-        .Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::State<HostCallSite>>()
@@ -466,6 +245,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
@@ -475,6 +255,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
 

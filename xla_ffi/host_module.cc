@@ -123,6 +123,8 @@ NB_MODULE(_host, m) {
   m.def("begin_program", &cpu::CallSites::BeginProgram);
   m.def("release_communicator",
         [](int64_t id) { Registry<HostCommunicator>::Get().Remove(id); });
+  m.def("dispatch_permute_workspace_size", &DispatchPermuteWorkspaceSize,
+        nb::arg("num_ranks"));
   m.def("expert_rows_workspace_size", &ExpertRowsWorkspaceSize,
         nb::arg("num_pairs"), nb::arg("local_experts"));
   m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),

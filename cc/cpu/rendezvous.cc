@@ -71,6 +71,13 @@ Meeting::Clock::duration Seconds(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
+std::string InSeconds(Meeting::Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s",
+                std::chrono::duration<double>(duration).count());
+  return text;
+}
+
 }  // namespace
 
 Meeting::Meeting(std::string name, const std::vector<int>& ranks,
@@ -95,9 +102,7 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
   came_[position] = true;
   ++num_arrived_;
   if (expired_) {
-    const std::string error = "jax_ep " + name_ + ": rank " +
-                              std::to_string(rank) +
-                              " came after its peers had given up";
+    const std::string error = DescribeLate(rank, Clock::now() - deadline_);
     lock.unlock();
     completion(error);
     return false;
@@ -161,18 +166,26 @@ bool Meeting::complete() {
   return num_arrived_ == static_cast<int>(came_.size());
 }
 
-std::string Meeting::Describe(int rank) const {
-  std::string missing;
+std::string Meeting::Ranks(bool in_time) const {
+  std::string text;
   for (size_t i = 0; i < came_in_time_.size(); ++i) {
-    if (came_in_time_[i]) continue;
-    if (!missing.empty()) missing += ", ";
-    missing += std::to_string(ranks_[i]);
+    if (came_in_time_[i] != in_time) continue;
+    if (!text.empty()) text += ", ";
+    text += std::to_string(ranks_[i]);
   }
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.1f",
-                std::chrono::duration<double>(timeout_).count());
+  return text;
+}
+
+std::string Meeting::Describe(int rank) const {
   return "jax_ep " + name_ + ": rank " + std::to_string(rank) + " waited " +
-         seconds + " s; missing ranks: " + missing;
+         InSeconds(timeout_) + "; missing ranks: " + Ranks(/*in_time=*/false);
+}
+
+std::string Meeting::DescribeLate(int rank, Clock::duration late) const {
+  return "jax_ep " + name_ + ": rank " + std::to_string(rank) +
+         " came after its peers had given up: waiting ranks: " +
+         Ranks(/*in_time=*/true) + ", for " + InSeconds(timeout_) +
+         "; it came " + InSeconds(late) + " later";
 }
 
 Rendezvous::Rendezvous(std::string name,

@@ -58,7 +58,10 @@ class Meeting {
 
  private:
   size_t Position(int rank) const;
+  // Who came in time, or who did not, as "0, 2".
+  std::string Ranks(bool in_time) const;
   std::string Describe(int rank) const;
+  std::string DescribeLate(int rank, Clock::duration late) const;
 
   const std::string name_;
   const std::vector<int> ranks_;

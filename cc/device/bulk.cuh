@@ -103,6 +103,14 @@ __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
+// Waits until at most kGroups of this thread's groups have still to be made.
+// The others are visible to this thread, and to whoever acquires what it
+// releases: a proxy fence comes with their completion.
+template <int kGroups>
+__device__ __forceinline__ void WaitStoresMade() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Waits until all of this thread's stores have been made.
 __device__ __forceinline__ void WaitStores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -52,15 +52,16 @@ __device__ __forceinline__ int2 RouteOf(const RowParams& params,
                token * params.routes_per_token + j);
 }
 
-// The address of lane j's row of leaf `leaf`, 0 where it has none. `peers` as
-// WaitReady() leaves it.
+// The address of lane j's row of leaf `leaf`, 0 where it has none or the peer's
+// buffer is out of reach. `peers` as WaitReady() leaves it.
 __device__ __forceinline__ uint64_t RowAt(const RowParams& params,
                                           std::byte* const* peers, int32_t leaf,
                                           int2 route) {
   if (route.x < 0) return 0;
-  return reinterpret_cast<uint64_t>(
-             peers[leaf * params.op.view.num_ranks + route.x]) +
-         int64_t{route.y} * params.leaves[leaf].row_bytes;
+  const uint64_t first = reinterpret_cast<uint64_t>(
+      peers[leaf * params.op.view.num_ranks + route.x]);
+  return first == 0 ? 0
+                    : first + int64_t{route.y} * params.leaves[leaf].row_bytes;
 }
 
 // Bit i is set where bulk copies can move leaf i: sizes and addresses on all

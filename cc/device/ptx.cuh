@@ -48,6 +48,37 @@ __device__ __forceinline__ uint32_t IncrementAcqRelGpu(uint32_t* p,
   return old;
 }
 
+// The same two between the warps of a block, through shared memory.
+__device__ __forceinline__ uint32_t LoadAcquireCta(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreReleaseCta(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+// Stores `value` where the word is 0; returns the old value. Acquires what the
+// thread that released the 0 had seen.
+__device__ __forceinline__ uint64_t TakeAcquireGpu(uint64_t* p,
+                                                   uint64_t value) {
+  uint64_t old;
+  asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;"
+               : "=l"(old)
+               : "l"(p), "l"(value)
+               : "memory");
+  return old;
+}
+
+// Some whole warps of a block wait for each other, `threads` threads in all.
+// `barrier` is one of 1 to 15; 0 is __syncthreads().
+__device__ __forceinline__ void SyncThreads(int32_t barrier, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Nanoseconds, the same clock on all multiprocessors of a GPU.
 __device__ __forceinline__ uint64_t GlobalTimer() {
   uint64_t now;

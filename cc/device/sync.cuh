@@ -60,6 +60,10 @@ struct Control {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.counts) +
            from * num_ranks() + to;
   }
+  // What rank 0 tells `owner` of staging memory (cc/device/channel.cuh).
+  __device__ uint64_t* Turn(int32_t owner) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.turn);
+  }
   __device__ uint64_t Word(uint32_t payload) const {
     return uint64_t{epoch} << 32 | payload;
   }
@@ -101,11 +105,20 @@ static __device__ __forceinline__ uint32_t Wait(const Control& control,
   }
 }
 
+// What a rank publishes of a buffer: its address, marked where ranks of other
+// processes cannot reach it.
+static __device__ std::byte* Published(const Control& control,
+                                       const void* buffer, bool exported) {
+  uint64_t address = reinterpret_cast<uint64_t>(buffer);
+  if (control.op.view.regions != nullptr && !exported) address |= kNotExported;
+  return reinterpret_cast<std::byte*>(address);
+}
+
 // Tells every peer where this rank's buffers are. Called by all threads of
 // block 0 before any wait; in stream order the buffers are free for the peers,
-// or full. `addresses` [count] stands in shared memory. Every word holds its
-// epoch, so that no word waits for another. Release: pairs with the acquire in
-// WaitReady.
+// or full. `addresses` [count] stands in shared memory, marked kNotExported
+// where other processes cannot reach them. Every word holds its epoch, so that
+// no word waits for another. Release: pairs with the acquire in WaitReady.
 static __device__ void PublishReady(const Control& control,
                                     std::byte* const* addresses,
                                     int32_t count) {
@@ -114,7 +127,7 @@ static __device__ void PublishReady(const Control& control,
        i += blockDim.x) {
     const int32_t peer = i / words;
     const int32_t word = i % words;
-    uint32_t payload = control.op.channel;
+    uint32_t payload = control.op.tag;
     if (word > 0) {
       const uint64_t address =
           reinterpret_cast<uint64_t>(addresses[(word - 1) / 2]);
@@ -125,18 +138,51 @@ static __device__ void PublishReady(const Control& control,
   }
 }
 
-static __device__ __noinline__ void OtherChannel(const Control& control,
-                                                 int32_t peer,
-                                                 uint32_t channel) {
-  printf("jax_ep %s (channel %u): rank %d found rank %d in channel %u\n",
-         control.name, control.op.channel, control.rank(), peer, channel);
+static __device__ __noinline__ void OtherOperation(const Control& control,
+                                                   int32_t peer, uint32_t tag) {
+  printf(
+      "jax_ep %s (channel %u): rank %d found rank %d in another operation "
+      "(channel %u)\n",
+      control.name, control.op.channel, control.rank(), peer, tag & 0xffff);
   __trap();
 }
 
-// Waits for every peer's addresses: peers[i * R + r] is address i of rank r.
-// Called by all threads of a block; `peers` is shared memory. Ends in a
-// barrier, so that the whole block may touch the peers' buffers.
-static __device__ void WaitReady(const Control& control, std::byte** peers,
+static __device__ __noinline__ void NoRegion(const Control& control,
+                                             int32_t peer, uint64_t address) {
+  printf(
+      "jax_ep %s (channel %u): rank %d has no region for address %llx of rank "
+      "%d\n",
+      control.name, control.op.channel, control.rank(),
+      static_cast<unsigned long long>(address), peer);
+  __trap();
+}
+
+// Where this rank sees an address that `peer` published; nullptr where it
+// cannot reach it, so that rows go through staging memory.
+static __device__ std::byte* Reach(const Control& control, int32_t peer,
+                                   uint64_t address) {
+  const PeerView& view = control.op.view;
+  if (view.same_process >> peer & 1) {
+    return reinterpret_cast<std::byte*>(address & ~kNotExported);
+  }
+  if (address & kNotExported) return nullptr;
+  const Region* region = view.regions + peer * kMaxRegions;
+  for (int32_t i = 0; i < kMaxRegions && region[i].bytes != 0; ++i) {
+    const uint64_t offset = address - region[i].begin;
+    if (offset < region[i].bytes) {
+      return reinterpret_cast<std::byte*>(region[i].here + offset);
+    }
+  }
+  NoRegion(control, peer, address);
+  return nullptr;
+}
+
+// Waits for every peer's addresses: peers[i * R + r] is address i of rank r as
+// this rank reaches it, nullptr where it cannot. Called by all threads of a
+// block; `peers` is shared memory. Ends in a barrier, so that the whole block
+// may touch the peers' buffers. Returns whether some rank's buffer is out of
+// reach of other processes: the same on all ranks.
+static __device__ bool WaitReady(const Control& control, std::byte** peers,
                                  int32_t count) {
   const int32_t words = 1 + 2 * count;
   const int32_t num_ranks = control.num_ranks();
@@ -148,7 +194,7 @@ static __device__ void WaitReady(const Control& control, std::byte** peers,
         Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
              peer);
     if (word == 0) {
-      if (payload != control.op.channel) OtherChannel(control, peer, payload);
+      if (payload != control.op.tag) OtherOperation(control, peer, payload);
     } else {
       // Little endian: the low half stands first.
       const int32_t address = (word - 1) / 2 * num_ranks + peer;
@@ -156,6 +202,14 @@ static __device__ void WaitReady(const Control& control, std::byte** peers,
     }
   }
   __syncthreads();
+  if (control.op.view.regions == nullptr) return false;
+  bool out_of_reach = false;
+  for (int32_t i = threadIdx.x; i < num_ranks * count; i += blockDim.x) {
+    const uint64_t address = reinterpret_cast<uint64_t>(peers[i]);
+    out_of_reach |= (address & kNotExported) != 0;
+    peers[i] = Reach(control, i % num_ranks, address);
+  }
+  return __syncthreads_or(out_of_reach);
 }
 
 // Ends a block's part; true in the last block of the launch, whose threads then

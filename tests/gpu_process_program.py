@@ -1,0 +1,258 @@
+"""What one process of several does in gpu_processes_test.py: one function a test.
+
+launch.py starts it; the arguments after the place are a function's name and its
+options as JSON. The functions run on virtual CPU devices too.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import on_device
+from jax import lax
+from process_program import fails, leave, on_ranks, put, say
+
+import jax_ep
+from jax_ep import bootstrap
+
+TOKENS = 16
+
+
+def communicator(**options):
+    backend = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+    return jax_ep.Communicator(mesh, "ep", backend=backend, **options)
+
+
+def flush():
+    """Writes what kernels printed: it stands in libc's buffer, not Python's."""
+    ctypes.CDLL(None).fflush(None)
+
+
+def inputs(comm, columns=24):
+    """(ids, x): every token goes to its own rank and the next."""
+    token = np.arange(comm.num_ranks * TOKENS)
+    rank = token // TOKENS
+    ids = np.stack([rank, (rank + 1) % comm.num_ranks], -1).astype(np.int32)
+    x = (token[:, None] * 5 + np.arange(columns) % 7).astype(np.float32)
+    return put(comm, ids), put(comm, x)
+
+
+def there_and_back(comm):
+    """x -> 2 x."""
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    return on_ranks(comm, body)
+
+
+def assert_times(out, factor, x):
+    for got, sent in zip(out.addressable_shards, x.addressable_shards):
+        np.testing.assert_array_equal(got.data, factor * np.asarray(sent.data))
+
+
+def compile_together(comm, body, *args):
+    """Compiles; returns when all processes have, so that none is late."""
+    program = on_ranks(comm, body).lower(*args).compile()
+    bootstrap.distributed_client().wait_at_barrier("compiled", 60_000)
+    return program
+
+
+# Programs ------------------------------------------------------------------------
+
+
+def exchanges(*, steps=12, rounds=2, megabytes=64, **options):
+    """Exchanges of several shapes, checked where they are; memory grows meanwhile."""
+    comm = communicator(timeout_s=60.0, **options)
+    say(comm)
+    ranks = comm.num_ranks
+    shapes = [
+        # With drops; bulk copies where the GPU has them.
+        on_device.Traffic(ranks, 96, 4, 4 * ranks + 1, 520, capacity=70 * ranks),
+        # Rows of an odd size, more of them than a ring holds.
+        on_device.Traffic(ranks, 700, 3, 3 * ranks, 1001),
+        on_device.Traffic(ranks, 1, 1, ranks, 8, dtype=jnp.float32),
+        # Rows longer than a slot of staging memory.
+        on_device.Traffic(ranks, 40, 2, ranks, 17_000, dtype=jnp.float32),
+    ]
+
+    def body(first):
+        def step(carry, i):
+            wrong = [t.exchange(comm, first[0] + i).wrong for t in shapes]
+            return carry + jnp.stack(wrong), None
+
+        start = lax.pcast(jnp.zeros((len(shapes), 4), jnp.int32), "ep", to="varying")
+        return lax.scan(step, start, jnp.arange(steps))[0][None]
+
+    program = on_ranks(comm, body)
+    wrong = np.zeros((len(shapes), 4), int)
+    held = []
+    for number in range(rounds):
+        first = np.full(ranks, number * steps, np.int32)
+        for shard in program(put(comm, first)).addressable_shards:
+            wrong += np.asarray(shard.data)[0]
+        # XLA takes more memory than set-up saw, unless it has all of it.
+        held += [
+            jax.device_put(np.zeros(megabytes << 20, np.uint8), device)
+            for device in jax.local_devices()
+        ]
+    about = comm.describe()
+    comm.close()
+    found = {
+        "wrong": wrong.tolist(),
+        "paths": about["groups"][0]["paths"],
+        "processes": about["groups"][0]["processes"],
+        "megabytes": about["memory_bytes"] / 2**20,
+    }
+    say(json.dumps(found))
+
+
+def lifetime(steps=300):
+    """Stops, work in flight at close(), and 20 communicators one after the other."""
+    stopped_and_closed(steps)
+    memory()
+
+
+def stopped_and_closed(steps):
+    comm = communicator(timeout_s=20.0)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_times(step(ids, x), 2, x)
+    say("runs")
+    for _ in range(steps):
+        assert_times(step(ids, x), 2, x)
+        time.sleep(0.01)
+    out = x
+    for _ in range(10):
+        out = step(ids, out)
+    comm.close()
+    comm.close()
+    assert_times(out, 1024, x)
+    # The executable holds on to what it needs.
+    assert_times(step(ids, x), 2, x)
+    fails(lambda: there_and_back(comm)(ids, x), "the communicator is closed")
+
+
+def memory(times=20):
+    """Memory of GPU and host, and open files, are back where they were."""
+
+    def once():
+        with communicator(timeout_s=20.0):
+            pass
+        jax.clear_caches()
+        gc.collect()
+
+    gpus = [d for d in jax.local_devices() if d.platform == "gpu"]
+
+    def held():
+        time.sleep(0.2)
+        ctypes.CDLL(None).malloc_trim(0)
+        status = pathlib.Path("/proc/self/status").read_text()
+        found = {
+            "files": len(os.listdir("/proc/self/fd")),
+            "host MiB": int(status.split("VmRSS:")[1].split()[0]) / 1024,
+        }
+        for device in gpus:
+            found[f"{device} MiB"] = _used_bytes(device) / 2**20
+        return found
+
+    for _ in range(3):
+        once()
+    before = held()
+    start = time.monotonic()
+    for _ in range(times):
+        once()
+    after = held()
+    say("HELD", json.dumps(before), json.dumps(after))
+    say(f"{(time.monotonic() - start) / times:.3f} s for each communicator")
+    for name, now in after.items():
+        slack = {"files": 1, "host MiB": 40}.get(name, 8)
+        assert now <= before[name] + slack, name
+
+
+def _used_bytes(device):
+    from jax_ep import gpu_memory
+
+    driver = gpu_memory.driver()
+    gpu = gpu_memory.call(driver.cuDeviceGet, device.local_hardware_id)
+    context = gpu_memory.call(driver.cuDevicePrimaryCtxRetain, gpu)
+    with gpu_memory.Current(driver, context):
+        free, total = gpu_memory.call(driver.cuMemGetInfo)
+    return int(total) - int(free)
+
+
+def killed_inside_a_dispatch():
+    comm = communicator(timeout_s=3.0)
+    ids, x = inputs(comm, columns=1 << 14)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+
+        def again(_, x):
+            return jax_ep.dispatch(x, plan)[:TOKENS]
+
+        return lax.fori_loop(0, 10_000_000, again, x)
+
+    program = compile_together(comm, body, ids, x)
+    say("runs")
+    # Counted from here; the kill comes after two seconds.
+    assert fails(lambda: program(ids, x)) < 15
+    flush()
+    leave()
+
+
+def other_operation():
+    """Rank 0 dispatches where the others combine."""
+    comm = communicator(timeout_s=3.0)
+    ids, x = inputs(comm)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(
+            ids, comm=comm, num_experts=comm.num_ranks, capacity=TOKENS
+        )
+        return lax.cond(
+            lax.axis_index("ep") == 0,
+            lambda x: jax_ep.dispatch(x, plan),
+            lambda x: jax_ep.combine(x, plan),
+            x,
+        )
+
+    program = compile_together(comm, body, ids, x)
+    assert fails(lambda: program(ids, x)) < 15
+    flush()
+    leave(together=True)
+
+
+def other_shapes():
+    """Processes whose programs differ in a size that no rank can see."""
+    comm = communicator(timeout_s=3.0)
+    ids, x = inputs(comm)
+    columns = 8 + jax.process_index()
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.dispatch(x[:, :columns], plan)
+
+    program = compile_together(comm, body, ids, x)
+    assert fails(lambda: program(ids, x)) < 15
+    flush()
+    leave(together=True)
+
+
+if __name__ == "__main__":
+    name, *rest = launch.join()
+    options = json.loads(rest[0]) if rest else {}
+    globals()[name](**options)
+    say("END")
+    flush()
+    sys.stdout.flush()

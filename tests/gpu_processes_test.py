@@ -1,0 +1,170 @@
+"""Backend "cuda" with a process for each GPU: operations, paths, faults, lifetime.
+
+The processes are started by launch.py; this one only waits for them.
+"""
+
+import json
+import re
+import signal
+import time
+
+import launch
+import pytest
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+
+GPUS = ("0", "1")
+OPERATIONS = ("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py")
+DIRECT = [["direct", "direct"], ["direct", "direct"]]
+STAGED = [["direct", "staged"], ["staged", "direct"]]
+SMALL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
+PLATFORM = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+# Options of the job and of the program, and the paths where they are known. Three
+# run at a time: most of their time is XLA's, but their kernels share the GPUs.
+VARIANTS = {
+    "fraction": ({"variables": SMALL}, {}, DIRECT),
+    "growing": ({"variables": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}, {}, None),
+    "cuda_async": (
+        {
+            "variables": {
+                "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            }
+        },
+        {},
+        STAGED,
+    ),
+    "hidden": ({"variables": SMALL, "hide": True}, {}, DIRECT),
+    "platform": ({"variables": PLATFORM}, {}, STAGED),
+    "tiny_staging": (
+        {"variables": PLATFORM},
+        {"num_channels": 1, "staging_bytes": 2048, "steps": 4},
+        STAGED,
+    ),
+}
+AT_A_TIME = 3
+
+
+def job(logs, name, gpus=GPUS, *, options=None, **keywords):
+    arguments = (name, json.dumps(options or {}))
+    return launch.Job(
+        "gpu_process_program.py",
+        len(gpus),
+        logs,
+        gpus=gpus,
+        arguments=arguments,
+        **keywords,
+    )
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """name -> what the processes of a variant have written, when they have ended."""
+    jobs = {}
+    names = list(VARIANTS)
+
+    def start(name):
+        keywords, options, _ = VARIANTS[name]
+        logs = tmp_path_factory.mktemp(name)
+        return job(logs, "exchanges", options=options, **keywords)
+
+    def wait(name):
+        if name not in jobs:
+            for one in jobs.values():
+                one.wait(100)
+            first = names.index(name) // AT_A_TIME * AT_A_TIME
+            jobs.update({n: start(n) for n in names[first : first + AT_A_TIME]})
+        return jobs[name].wait(100)
+
+    yield wait
+    for one in jobs.values():
+        one.__exit__()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exchanges(outputs, variant):
+    for log in outputs(variant):
+        (line,) = (line for line in log.splitlines() if line.startswith("{"))
+        found = json.loads(line)
+        print(variant, found)
+        assert not any(map(any, found["wrong"])), found
+        assert found["processes"] == [0, 1]
+        paths = VARIANTS[variant][2]
+        assert found["paths"] == paths or paths is None
+
+
+def test_operations_between_processes(tmp_path):
+    arguments = ["-q", "--timeout=120", "-x", *OPERATIONS]
+    with launch.Job(
+        "process_suite.py", 2, tmp_path, gpus=GPUS, arguments=arguments
+    ) as suite:
+        logs = suite.wait(200)
+    counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]
+    assert len(set(counts)) == 1
+    assert int(counts[0]) > 30
+
+
+@pytest.mark.gpu(count=4)
+def test_two_gpus_in_each_of_two_processes(tmp_path):
+    with job(tmp_path, "exchanges", ("0,1", "2,3")) as four:
+        for log in four.wait(100):
+            (line,) = (line for line in log.splitlines() if line.startswith("{"))
+            found = json.loads(line)
+            assert not any(map(any, found["wrong"])), found
+            assert found["processes"] == [0, 0, 1, 1]
+            assert {path for row in found["paths"] for path in row} == {"direct"}
+
+
+def test_lifetime(tmp_path):
+    """Survives stops, closes with work in flight, gives all memory back."""
+    with job(tmp_path, "lifetime") as both:
+        both.wait_for(1, "runs", 60)
+        for _ in range(2):
+            both.send(1, signal.SIGSTOP)
+            time.sleep(1)
+            both.send(1, signal.SIGCONT)
+            time.sleep(0.2)
+        for log in both.wait(100):
+            print(log)
+            assert log.endswith("END\n"), log
+
+
+def test_killed_inside_a_dispatch(tmp_path):
+    with job(tmp_path, "killed_inside_a_dispatch") as both:
+        both.wait_for(0, "runs", 60)
+        both.wait_for(1, "runs", 60)
+        time.sleep(2)
+        both.send(1, signal.SIGKILL)
+        (log, _) = both.wait(40, killed=[1])
+    assert "FAILED after" in log
+    assert re.search(
+        r"jax_ep dispatch \(channel \d+\): rank 0 waited 3\.0 s for [a-z0-9 ]+ of "
+        r"rank 1",
+        log,
+    ), log
+
+
+def test_another_operation_on_one_rank(tmp_path):
+    with job(tmp_path, "other_operation") as both:
+        logs = both.wait(60)
+    for rank, (op, log) in enumerate(zip(("dispatch", "combine"), logs)):
+        assert re.search(
+            rf"jax_ep {op} \(channel \d+\): rank {rank} waited 3\.0 s for the "
+            rf"buffers of rank {1 - rank}",
+            log,
+        ), log
+
+
+def test_other_sizes_on_one_rank(tmp_path):
+    """Found before any row is written."""
+    with job(tmp_path, "other_shapes") as both:
+        logs = both.wait(60)
+    # Who has trapped cannot answer the other any more, which has seen enough.
+    assert any(
+        re.search(
+            rf"jax_ep dispatch \(channel (\d+)\): rank {rank} found rank {1 - rank} in "
+            r"another operation \(channel \1\)",
+            log,
+        )
+        for rank, log in enumerate(logs)
+    ), logs

@@ -1,0 +1,227 @@
+"""Where the operations may be called: each wrong place with its literal message."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import layers
+import pytest
+from bad_input import (
+    CAPACITY,
+    NATIVE,
+    RANKS,
+    SIZES,
+    TOKENS,
+    arguments,
+    assert_raises,
+    dispatch_and_combine,
+    needs_two_devices,
+    plan_of,
+    trace,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+class TestPlace:
+    """Where the operations may be called."""
+
+    @pytest.mark.parametrize("how", ("eager", "jit", "vmap"))
+    def test_outside_shard_map(self, how):
+        topk_idx = arguments()[1]
+        wrap = {"eager": lambda f: f, "jit": jax.jit, "vmap": jax.vmap}[how]
+        topk_idx = topk_idx[None] if how == "vmap" else topk_idx
+        message = (
+            "jax_ep.make_plan: call it inside jax.shard_map over the "
+            f"communicator's mesh {SIZES}; found no manual mesh axis here"
+        )
+        assert_raises(ValueError, message, wrap(plan_of), topk_idx)
+
+    def test_plan_outside_shard_map(self):
+        """A plan that left shard_map is data; its operations stay inside."""
+
+        def body(x, topk_idx, rows):
+            return layers.wrap_plan(plan_of(topk_idx))
+
+        plan = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), trace(body))
+        for op, rows in (("dispatch", TOKENS), ("combine", CAPACITY)):
+            message = (
+                f"jax_ep.{op}: call it inside jax.shard_map over the "
+                f"communicator's mesh {SIZES}; found no manual mesh axis here"
+            )
+            f = functools.partial(getattr(jax_ep, op), jnp.ones((rows, 2)))
+            assert_raises(ValueError, message, f, plan)
+
+    @needs_two_devices
+    @pytest.mark.parametrize("set_mesh", (True, False))
+    @pytest.mark.parametrize(
+        "shape",
+        ({"expert": RANKS}, {"ep": RANKS // 2}, {"data": 1, "ep": RANKS}),
+        ids=str,
+    )
+    def test_under_another_mesh(self, shape, set_mesh):
+        mesh = layers.mesh(shape)
+        message = (
+            "jax_ep.make_plan: the surrounding shard_map must use the "
+            f"communicator's mesh {SIZES}, found {shape}"
+        )
+        if set_mesh:
+            with jax.set_mesh(mesh):
+                assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
+        else:
+            assert_raises(ValueError, message, trace, dispatch_and_combine, mesh)
+
+    @needs_two_devices
+    @pytest.mark.parametrize("op", ("dispatch", "combine"))
+    def test_plan_of_another_communicator(self, op):
+        """There is one way to get it wrong: a plan under another mesh."""
+        other = layers.mesh({"data": 1, "ep": RANKS})
+        plan = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype),
+            trace(lambda x, idx, rows: layers.wrap_plan(plan_of(idx))),
+        )
+
+        def body(x, topk_idx, rows):
+            leaf = x if op == "dispatch" else rows
+            mine = jax.tree.map(lambda a: a[0], plan)
+            return getattr(jax_ep, op)(leaf, mine)
+
+        message = (
+            f"jax_ep.{op}: the surrounding shard_map must use the communicator's "
+            f"mesh {SIZES}, found {{'data': 1, 'ep': {RANKS}}}"
+        )
+        assert_raises(ValueError, message, trace, body, other)
+
+    @needs_two_devices
+    def test_plans_of_two_communicators_do_not_mix(self):
+        mesh = layers.mesh({"ep": RANKS})
+        other = jax_ep.Communicator(mesh, "ep", backend=NATIVE)
+
+        def body(x, topk_idx, rows):
+            plan = jax.lax.cond(
+                True,
+                lambda: plan_of(topk_idx),
+                lambda: plan_of(topk_idx, comm=other),
+            )
+            return jax_ep.dispatch(x, plan)
+
+        with pytest.raises(TypeError, match="must have the same pytree"):
+            trace(body)
+        other.close()
+
+    @needs_two_devices
+    @pytest.mark.parametrize("how", ("mesh_argument", "set_mesh", "abstract_mesh"))
+    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
+    def test_other_order_of_devices(self, axis_type, how):
+        """The same sizes, but other devices at the ranks' places."""
+        devices = jax.devices()[:RANKS]
+        mine = layers.mesh({"ep": RANKS}, axis_type, devices=devices)
+        comm = layers.communicator(mine, "ep", NATIVE)
+        other = Mesh(devices[::-1], ("ep",), axis_types=(axis_type,))
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        args = arguments(other)
+        kwargs = {"in_specs": P("ep"), "out_specs": P("ep")}
+        ids = [d.id for d in devices]
+        message = (
+            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
+            f"found another order of devices: {ids[::-1]} instead of {ids}"
+        )
+        if how == "set_mesh":
+            with jax.set_mesh(other):
+                f = jax.jit(jax.shard_map(body, **kwargs))
+                assert_raises(ValueError, message, f, *args)
+            return
+        if how == "abstract_mesh":
+            # JAX takes the devices from the arguments, after we were asked.
+            other = other.abstract_mesh
+            message = (
+                "jax_ep: the surrounding shard_map has an abstract mesh, whose "
+                "devices nobody knows here; give it the communicator's: "
+                "jax.shard_map(..., mesh=comm.mesh) or jax.set_mesh(comm.mesh)"
+            )
+        f = jax.jit(jax.shard_map(body, mesh=other, **kwargs))
+        assert_raises(ValueError, message, f, *args)
+
+    @needs_two_devices
+    def test_nested_without_set_mesh(self):
+        """JAX does not tell an inner shard_map its devices."""
+        mesh = layers.mesh({"data": 1, "ep": RANKS})
+        comm = layers.communicator(mesh, "ep", NATIVE)
+
+        def outer(*args):
+            inner = functools.partial(dispatch_and_combine, comm=comm)
+            return jax.shard_map(
+                inner, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}
+            )(*args)
+
+        f = jax.jit(
+            jax.shard_map(
+                outer,
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )
+        )
+        args = jax.device_put(arguments(), NamedSharding(mesh, P(("data", "ep"))))
+        message = (
+            "jax_ep: a shard_map inside another one does not know the devices of its "
+            "mesh; call the program under jax.set_mesh(comm.mesh)"
+        )
+        assert_raises(ValueError, message, f, *args)
+        with jax.set_mesh(mesh):
+            jax.block_until_ready(f(*args))
+
+    @needs_two_devices
+    def test_swapped_axes(self):
+        mesh = layers.mesh({"data": 1, "ep": RANKS})
+        comm = layers.communicator(mesh, "ep", NATIVE)
+        message = (
+            "jax_ep.make_plan: the surrounding shard_map must use the "
+            f"communicator's mesh {{'data': 1, 'ep': {RANKS}}}, found "
+            f"{{'ep': {RANKS}, 'data': 1}}"
+        )
+        body = functools.partial(dispatch_and_combine, comm=comm)
+        swapped = layers.mesh({"ep": RANKS, "data": 1})
+        assert_raises(ValueError, message, trace, body, swapped)
+
+    @needs_two_devices
+    def test_other_devices(self):
+        if jax.device_count() < 2 * RANKS:
+            pytest.skip(f"needs {2 * RANKS} devices")
+        devices = jax.devices()[RANKS : 2 * RANKS]
+        other = layers.mesh({"ep": RANKS}, devices=devices)
+        f = jax.jit(layers.sharded(dispatch_and_combine, other, out_specs=P("ep")))
+        ids = [d.id for d in devices], list(range(RANKS))
+        message = (
+            "jax_ep: the surrounding shard_map must use the communicator's mesh, "
+            f"found another order of devices: {ids[0]} instead of {ids[1]}"
+        )
+        assert_raises(ValueError, message, f, *arguments(other))
+
+    @needs_two_devices
+    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
+    def test_partial_auto(self, axis_type):
+        """XLA would gather around the call without a word."""
+        mesh = layers.mesh({"data": 1, "ep": RANKS}, axis_type)
+        comm = layers.communicator(mesh, "ep", NATIVE)
+        f = jax.jit(
+            jax.shard_map(
+                functools.partial(dispatch_and_combine, comm=comm),
+                mesh=mesh,
+                in_specs=P("ep"),
+                out_specs=P("ep"),
+                axis_names={"ep"},
+            )
+        )
+        message = (
+            "jax_ep.make_plan: every mesh axis must be manual in the surrounding "
+            "shard_map, found ['data'] left to the compiler; leave out "
+            "axis_names= or name all axes"
+        )
+        args = jax.device_put(arguments(), NamedSharding(mesh, P("ep")))
+        assert_raises(ValueError, message, f, *args)

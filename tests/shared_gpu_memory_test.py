@@ -1,0 +1,691 @@
+"""Set-up of the CUDA backend in several processes, made of threads and of drivers
+made of Python: no GPU needed. Sockets and the files that travel are real.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import enum
+import itertools
+import os
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep import bootstrap, gpu_memory, native, peer_memory
+
+CONTROL, STAGING, UNIT = 1000, 4096, 2048
+ARENA = 10 * UNIT
+_here = threading.local()
+_numbers = itertools.count(1000)
+
+
+class Gpu:
+    """What set-up asks of a jax.Device."""
+
+    platform = "gpu"
+
+    def __init__(self, number, process, ordinal):
+        self.id, self.process_index, self.local_hardware_id = number, process, ordinal
+
+
+class Store:
+    """JAX's key-value store, for threads."""
+
+    def __init__(self):
+        self._values = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            assert key not in self._values, key
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: key in self._values, timeout_ms / 1000
+            ):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self._values[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            self._values.pop(key)
+
+
+class CUresult(enum.Enum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+OK = CUresult.CUDA_SUCCESS
+FAILS = CUresult.CUDA_ERROR_INVALID_VALUE
+
+
+class Names:
+    """Any attribute is its own name."""
+
+    def __getattr__(self, name):
+        return name
+
+
+class Driver:
+    """One process's cuda.bindings.driver. Physical memory is a file.
+
+    Attributes:
+      visible: bus ids of the GPUs that the process sees, by ordinal.
+      unreachable: pairs of ordinals.
+      failing: (function, n): the n-th call fails, from 1 on.
+      spaces: (file, bytes, ordinals with access) by address; a file is None
+        where only addresses are reserved.
+      handles: files that cuMemCreate, -Import and -Retain gave and nobody
+        released.
+      private: addresses whose memory cannot be exported.
+      calls: names of functions in order.
+    """
+
+    CUresult = CUresult
+    CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = types.SimpleNamespace
+    CUmemLocationType = CUmemAllocationType = CUmemAllocationHandleType = Names()
+    CUmemAllocationGranularity_flags = CUmemAccess_flags = Names()
+    CUdevice_P2PAttribute = Names()
+
+    def __init__(self, visible, first_address):
+        self.visible = visible
+        self.unreachable = set()
+        self.failing = set()
+        self.spaces = {}
+        self.handles = []
+        self.private = set()
+        self.calls = []
+        self.current = []
+        self._next = first_address
+
+    def _status(self, name):
+        self.calls.append(name)
+        return FAILS if (name, self.calls.count(name)) in self.failing else OK
+
+    def _reserve(self, size):
+        address, self._next = self._next, self._next + size + UNIT
+        self.spaces[address] = [None, size, ()]
+        return address
+
+    def _at(self, address):
+        for base, (file, size, access) in self.spaces.items():
+            if base <= address < base + size:
+                return file, address - base, access
+        raise AssertionError(f"nothing at {address}")
+
+    def add_arena(self):
+        """XLA's memory, as it were."""
+        address = self._reserve(ARENA)
+        self.spaces[address][0] = os.memfd_create("arena")
+        os.ftruncate(self.spaces[address][0], ARENA)
+        return address
+
+    def cuInit(self, flags):
+        return (OK,)
+
+    def cuDeviceGetCount(self):
+        return OK, len(self.visible)
+
+    def cuDeviceGet(self, ordinal):
+        assert ordinal < len(self.visible)
+        return OK, ordinal
+
+    def cuDeviceGetPCIBusId(self, length, device):
+        return OK, self.visible[device].encode() + b"\0\0"
+
+    def cuDeviceGetP2PAttribute(self, attribute, a, b):
+        return OK, int((a, b) not in self.unreachable)
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return OK, device
+
+    def cuCtxPushCurrent(self, context):
+        self.current.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self):
+        return OK, self.current.pop()
+
+    def cuCtxSynchronize(self):
+        return (self._status("cuCtxSynchronize"),)
+
+    def cuCtxEnablePeerAccess(self, peer, flags):
+        return (self._status("cuCtxEnablePeerAccess"),)
+
+    def cuMemGetAllocationGranularity(self, wanted, option):
+        assert wanted.requestedHandleTypes.endswith("POSIX_FILE_DESCRIPTOR")
+        return OK, UNIT
+
+    def cuMemCreate(self, size, wanted, flags):
+        if (status := self._status("cuMemCreate")) is FAILS:
+            return status, None
+        assert size % UNIT == 0
+        handle = os.memfd_create("gpu")
+        os.ftruncate(handle, size)
+        os.pwrite(handle, b"\x7f" * size, 0)
+        self.handles.append(handle)
+        return OK, handle
+
+    def cuMemRetainAllocationHandle(self, address):
+        self.handles.append(os.dup(self.spaces[address][0]))
+        return OK, self.handles[-1]
+
+    def cuMemExportToShareableHandle(self, handle, kind, flags):
+        status = self._status("cuMemExportToShareableHandle")
+        for address in self.private:
+            if os.path.sameopenfile(handle, self.spaces[address][0]):
+                status = FAILS
+        return status, os.dup(handle) if status is OK else None
+
+    def cuMemImportFromShareableHandle(self, descriptor, kind):
+        if (status := self._status("cuMemImportFromShareableHandle")) is FAILS:
+            return status, None
+        self.handles.append(os.dup(descriptor))
+        return OK, self.handles[-1]
+
+    def cuMemRelease(self, handle):
+        self.handles.remove(handle)
+        os.close(handle)
+        return (self._status("cuMemRelease"),)
+
+    def cuMemAddressReserve(self, size, alignment, address, flags):
+        return self._status("cuMemAddressReserve"), self._reserve(size)
+
+    def cuMemMap(self, address, size, offset, handle, flags):
+        if (status := self._status("cuMemMap")) is OK:
+            space = self.spaces[address]
+            assert space[:2] == [None, size]
+            assert size <= os.fstat(handle).st_size
+            space[0] = os.dup(handle)
+        return (status,)
+
+    def cuMemSetAccess(self, address, size, access, count):
+        assert count == len(access)
+        if (status := self._status("cuMemSetAccess")) is OK:
+            self.spaces[address][2] = tuple(one.location.id for one in access)
+        return (status,)
+
+    def cuMemUnmap(self, address, size):
+        assert self.spaces[address][1] == size
+        os.close(self.spaces[address][0])
+        self.spaces[address][0] = None
+        return (self._status("cuMemUnmap"),)
+
+    def cuMemAddressFree(self, address, size):
+        assert self.spaces.pop(address)[:2] == [None, size]
+        return (self._status("cuMemAddressFree"),)
+
+    def cuMemAlloc(self, size):
+        if (status := self._status("cuMemAlloc")) is FAILS:
+            return status, None
+        address = self._reserve(size)
+        file = os.memfd_create("private")
+        os.ftruncate(file, size)
+        self.spaces[address] = [file, size, (self.current[-1],)]
+        return OK, address
+
+    def cuMemFree(self, address):
+        os.close(self.spaces.pop(address)[0])
+        return (self._status("cuMemFree"),)
+
+    def cuMemsetD8(self, address, value, size):
+        return (self._write(address, bytes([value]) * size),)
+
+    def cuMemcpyHtoD(self, address, data, size):
+        return (self._write(address, ctypes.string_at(data, size)),)
+
+    def cuMemcpyDtoH(self, data, address, size):
+        file, offset, access = self._at(address)
+        assert self.current[-1] in access
+        ctypes.memmove(data, os.pread(file, size, offset), size)
+        return (self._status("cuMemcpyDtoH"),)
+
+    def _write(self, address, data):
+        file, offset, access = self._at(address)
+        assert self.current[-1] in access
+        os.pwrite(file, data, offset)
+        return OK
+
+    def read(self, address, size):
+        file, offset, _ = self._at(address)
+        return os.pread(file, size, offset)
+
+
+class Module:
+    """One process's jax_ep._cuda."""
+
+    max_regions = 8
+    Place = CommunicatorArguments = types.SimpleNamespace
+
+    def __init__(self):
+        self.problem = ""
+        self.default_sms = 24
+        self.created = None
+        self.released = []
+
+    def self_test(self, ordinal):
+        return self.problem
+
+    def control_bytes(self, num_ranks):
+        return CONTROL
+
+    def staging_size(self, staging_bytes, num_channels, num_ranks):
+        least = 1024 * num_channels
+        return STAGING if staging_bytes >= least else 0, least
+
+    def num_sms(self, ordinal, asked_for):
+        return asked_for or self.default_sms
+
+    def create_communicator(self, identity, arguments):
+        self.created = arguments
+
+    def release_communicator(self, identity):
+        self.released.append(identity)
+
+
+class Process:
+    """One of several: its driver, its module and what set-up gave."""
+
+    def __init__(self, number, visible):
+        self.number = number
+        self.driver = Driver(visible, (number + 1) << 32)
+        self.module = Module()
+        self.arenas = {}
+
+
+class Job:
+    """Processes of a mesh. `gpus` has, for each process, its GPUs' bus ids."""
+
+    def __init__(self, *gpus, groups=None, see_all=True):
+        every = sorted({g for mine in gpus for g in mine})
+        self.processes, devices = [], []
+        for number, mine in enumerate(gpus):
+            visible = every if see_all else mine
+            process = Process(number, visible)
+            self.processes.append(process)
+            for gpu in mine:
+                ordinal = visible.index(gpu)
+                devices.append(Gpu(len(devices), number, ordinal))
+                process.arenas[ordinal] = [process.driver.add_arena()]
+        self.groups = [[devices[i] for i in g] for g in groups] if groups else [devices]
+        self._number = next(_numbers)
+        self._store = Store()
+
+    def run(self, staging_bytes=STAGING, timeout_s=5.0, num_channels=2):
+        """What set_up_cuda gave or raised in each process."""
+        with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as threads:
+            running = [
+                threads.submit(
+                    self._set_up, process, staging_bytes, timeout_s, num_channels
+                )
+                for process in self.processes
+            ]
+            return [one.exception() or one.result() for one in running]
+
+    def _set_up(self, process, staging_bytes, timeout_s, num_channels):
+        _here.process = process
+        members = range(len(self.processes))
+        peers = bootstrap.Processes(
+            members, process.number, timeout_s, client=self._store
+        )
+        peers.number = self._number
+        links = bootstrap.Links()
+        host = {**bootstrap.host_identity(), "address": links.address}
+        try:
+            assert links.connect(peers, peers.gather("hosts", host)) is None
+            problem = peer_memory.why_not_between(self.groups, peers)
+            if problem is not None:
+                return problem
+            return peer_memory.set_up_cuda(
+                7,
+                self.groups,
+                num_sms=None,
+                timeout_s=timeout_s,
+                num_channels=num_channels,
+                staging_bytes=staging_bytes,
+                processes=peers,
+                links=links,
+            )
+        finally:
+            links.close()
+
+    def table(self, process, place):
+        """The regions that a rank sees, by rank."""
+        ranks = len(place.control)
+        shape = (ranks, Module.max_regions)
+        size = int(np.prod(shape)) * peer_memory._REGION.itemsize
+        words = self.processes[process].driver.read(place.regions, size)
+        table = np.frombuffer(words, peer_memory._REGION).reshape(shape)
+        return [[tuple(map(int, r)) for r in row if r["bytes"]] for row in table]
+
+
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch):
+    def arenas(driver, device, context):
+        return [(a, ARENA) for a in _here.process.arenas[device.local_hardware_id]]
+
+    monkeypatch.setattr(gpu_memory, "driver", lambda: _here.process.driver)
+    monkeypatch.setattr(gpu_memory, "arenas", arenas)
+    monkeypatch.setattr(native, "cuda", lambda: _here.process.module)
+    monkeypatch.setattr(
+        peer_memory,
+        "_is_here",
+        lambda device: device.process_index == _here.process.number,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_file_stays_open(in_threads):
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def close(job):
+    """What ~CudaCommunicator would do, and XLA; nothing else may be left."""
+    for process in job.processes:
+        made = process.module.created
+        driver = process.driver
+        assert driver.handles == []
+        assert driver.current == []
+        if made is not None:
+            for address, size in made.mapped:
+                driver.cuMemUnmap(address, size)
+                driver.cuMemAddressFree(address, size)
+            for address in made.allocated:
+                driver.cuMemFree(address)
+        arenas = {a for arenas in process.arenas.values() for a in arenas}
+        assert set(driver.spaces) == arenas
+        for address in arenas:
+            os.close(driver.spaces[address][0])
+
+
+def same_memory(job, a, at, b, there):
+    """Whether two processes' addresses are the same physical byte."""
+    one, two = job.processes[a].driver._at(at), job.processes[b].driver._at(there)
+    return os.path.sameopenfile(one[0], two[0]) and one[1] == two[1]
+
+
+@pytest.mark.parametrize("see_all", [True, False])
+def test_one_gpu_in_each_process(see_all):
+    job = Job(["00:1"], ["00:2"], ["00:3"], see_all=see_all)
+    held = job.run()
+    for me, process in enumerate(job.processes):
+        made = process.module.created
+        (place,) = made.places
+        ordinal = me if see_all else 0
+        assert (place.ordinal, place.rank, place.same_process) == (ordinal, me, 1 << me)
+        assert (made.num_channels, made.staging_bytes) == (2, STAGING)
+        assert made.has_other_processes
+        assert held[me].exported == {0, 1, 2}
+        # Whole units, with staging memory and the proof.
+        assert held[me].memory_bytes == 3 * UNIT
+        regions = job.table(me, place)
+        for peer, other in enumerate(job.processes):
+            (theirs,) = other.module.created.places
+            assert same_memory(job, me, place.control[peer], peer, theirs.control[peer])
+            if peer == me:
+                assert regions[me] == []
+                continue
+            (arena,) = next(iter(other.arenas.values()))
+            assert theirs.exported == [(arena, ARENA)]
+            ((begin, size, here),) = regions[peer]
+            assert (begin, size) == (arena, ARENA)
+            assert same_memory(job, me, here + 5, peer, arena + 5)
+        assert process.driver.read(place.control[me], CONTROL + STAGING) == bytes(
+            CONTROL + STAGING
+        )
+    close(job)
+
+
+def test_several_gpus_in_each_process():
+    job = Job(["00:1", "00:2"], ["00:3", "00:4"])
+    job.run()
+    for me, process in enumerate(job.processes):
+        first, second = process.module.created.places
+        assert first.control == second.control
+        assert first.same_process == second.same_process == [3, 12][me]
+        tables = [job.table(me, place) for place in (first, second)]
+        assert tables[0] == tables[1]
+        filled = [rank for rank, regions in enumerate(tables[0]) if regions]
+        assert filled == [[2, 3], [0, 1]][me]
+        # Control memory and imports serve both GPUs here, and no others.
+        mapped = [address for address, _ in process.module.created.mapped]
+        access = {process.driver.spaces[address][2] for address in mapped}
+        assert access == {((0, 1), (2, 3))[me]}
+    close(job)
+
+
+def test_groups_inside_a_process_share_nothing():
+    job = Job(["00:1", "00:2"], ["00:3", "00:4"], groups=[[0, 1], [2, 3]])
+    held = job.run(staging_bytes=1)
+    for me, process in enumerate(job.processes):
+        made = process.module.created
+        assert made.mapped == []
+        assert [place.regions for place in made.places] == [0, 0]
+        assert [place.same_process for place in made.places] == [3, 3]
+        assert held[me].memory_bytes == 2 * CONTROL
+        assert "cuMemCreate" not in process.driver.calls
+    close(job)
+
+
+def test_groups_across_processes():
+    job = Job(["00:1", "00:2"], ["00:3", "00:4"], groups=[[0, 2], [1, 3]])
+    job.run()
+    for me, process in enumerate(job.processes):
+        for number, place in enumerate(process.module.created.places):
+            assert (place.rank, place.same_process) == (me, 1 << me)
+            (address,) = [a for r, a in enumerate(place.control) if r != me]
+            access = process.driver.spaces[address][2]
+            assert access == (2 * me + number,)
+    close(job)
+
+
+def test_memory_that_cannot_be_exported_is_staged():
+    job = Job(["00:1"], ["00:2"])
+    first = job.processes[0]
+    first.driver.private = set(first.arenas[0])
+    held = job.run()
+    assert [one.exported for one in held] == [{1}, {1}]
+    (place,) = first.module.created.places
+    assert place.exported == []
+    (place,) = job.processes[1].module.created.places
+    assert job.table(1, place) == [[], []]
+    assert len(place.exported) == 1
+    close(job)
+
+
+def test_memory_that_a_peer_cannot_map_is_staged():
+    """Rank 0 hears from rank 2 that it cannot; so rank 1 does not use it either."""
+    job = Job(["00:1"], ["00:2"], ["00:3"])
+    # Rank 2 maps: its control memory, then of rank 0 control memory and arena.
+    job.processes[2].driver.failing = {("cuMemSetAccess", 3)}
+    held = job.run()
+    assert [one.exported for one in held] == [{1, 2}] * 3
+    assert job.processes[0].module.created.places[0].exported == []
+    for me in (1, 2):
+        (place,) = job.processes[me].module.created.places
+        assert job.table(me, place)[0] == []
+        assert len(place.exported) == 1
+    close(job)
+
+
+def test_no_more_regions_than_the_table_holds():
+    job = Job(["00:1"], ["00:2"])
+    first = job.processes[0]
+    first.arenas[0] += [first.driver.add_arena() for _ in range(10)]
+    job.run()
+    (place,) = job.processes[1].module.created.places
+    assert len(job.table(1, place)[0]) == Module.max_regions
+    assert len(first.module.created.places[0].exported) == Module.max_regions
+    close(job)
+
+
+def test_control_memory_that_cannot_be_mapped_names_the_pair():
+    job = Job(["00:1"], ["00:2"])
+    job.processes[1].driver.failing = {("cuMemSetAccess", 2)}
+    message = (
+        "process 1: cannot map the control memory of rank 0 of process 0: "
+        "jax_ep: cuMemSetAccess failed: CUDA_ERROR_INVALID_VALUE"
+    )
+    for error in job.run():
+        assert isinstance(error, peer_memory.CannotWork)
+        assert str(error) == message
+    close(job)
+
+
+def test_bytes_that_do_not_arrive_name_the_pair(monkeypatch):
+    job = Job(["00:1"], ["00:2"])
+    monkeypatch.setattr(job.processes[0].driver, "cuMemcpyDtoH", lambda *_: (OK,))
+    for error in job.run():
+        assert str(error) == (
+            "process 0: cannot map the control memory of rank 1 of process 1: "
+            "GPU 0 reads other bytes there than were written"
+        )
+    close(job)
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"],
+)
+def test_what_fails_in_one_process_is_told_to_all(function):
+    job = Job(["00:1"], ["00:2"])
+    job.processes[1].driver.failing = {(function, 1)}
+    for error in job.run():
+        assert str(error) == (
+            f"process 1: jax_ep: {function} failed: CUDA_ERROR_INVALID_VALUE"
+        )
+    close(job)
+
+
+def test_a_table_that_cannot_be_made_is_told_to_all():
+    job = Job(["00:1"], ["00:2"])
+    job.processes[0].driver.failing = {("cuMemAlloc", 1)}
+    for error in job.run():
+        assert "process 0: jax_ep: cuMemAlloc failed" in str(error)
+    close(job)
+
+
+def test_a_self_test_that_fails_is_told_to_all():
+    job = Job(["00:1"], ["00:2"])
+    job.processes[1].module.problem = "GPU 0: loading a kernel failed"
+    for error in job.run():
+        assert str(error) == "process 1: GPU 0: loading a kernel failed"
+    close(job)
+
+
+def test_staging_memory_has_a_least_size():
+    job = Job(["00:1"], ["00:2"])
+    for error in job.run(staging_bytes=100):
+        assert isinstance(error, ValueError)
+        assert "staging_bytes must be >= 2048 for 2 channels and 2 ranks" in str(error)
+    close(job)
+
+
+@pytest.mark.parametrize(("asked_for", "channels"), [(None, 4), (3, 3), (99, 16)])
+def test_channels_are_blocks_of_every_rank(asked_for, channels):
+    """By default as many as there are blocks and staging memory for."""
+    job = Job(["00:1"], ["00:2"])
+    job.processes[0].module.default_sms = 16
+    job.run(num_channels=asked_for, staging_bytes=4 * 1024 + (asked_for or 0) * 9999)
+    made = [process.module.created for process in job.processes]
+    assert [one.num_channels for one in made] == [channels] * 2
+    close(job)
+
+
+def test_pairs_that_cannot_reach_each_other():
+    job = Job(["00:1"], ["00:2"])
+    job.processes[1].driver.unreachable = {(1, 0)}
+    for problem in job.run():
+        assert problem == "process 1: no peer access between devices (1, 0)"
+    close(job)
+
+
+def test_gpus_that_a_process_does_not_see_are_not_asked_about():
+    job = Job(["00:1"], ["00:2"], see_all=False)
+    for process in job.processes:
+        process.driver.unreachable = {(0, 1), (1, 0), (0, 0)}
+    assert all(isinstance(held, peer_memory.CudaMemory) for held in job.run())
+    close(job)
+
+
+def test_two_processes_on_one_gpu():
+    job = Job(["00:1"], ["00:1"])
+    for process in job.processes:
+        process.driver.unreachable = {(0, 0)}
+    assert all(isinstance(held, peer_memory.CudaMemory) for held in job.run())
+    close(job)
+
+
+def test_a_process_that_dies_before_the_end():
+    """The other gives back what it had, also what the native side had taken."""
+    job = Job(["00:1"], ["00:2"])
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    job.processes[1].module.create_communicator = die
+    first, second = job.run(timeout_s=1.0)
+    assert isinstance(second, KeyboardInterrupt)
+    assert "ready: process 0 waited 1.0 s for process 1" in str(first)
+    assert job.processes[0].module.released == [7]
+    close(job)
+
+
+# Which memory XLA cuts its arrays from -------------------------------------------
+
+
+class Array:
+    def __init__(self, pointer, device):
+        self._pointer = pointer
+        self.addressable_shards = [types.SimpleNamespace(device=device, data=self)]
+
+    def unsafe_buffer_pointer(self):
+        if self._pointer is None:
+            raise RuntimeError("deleted")
+        return self._pointer
+
+
+@pytest.mark.parametrize(
+    ("probes", "live", "pool", "found"),
+    [
+        # One arena, all there is.
+        ([1000, 1256], [5100], 1000, [(1000, 1000)]),
+        # Every array has memory of its own.
+        ([1000, 2000], [3000, 4000], None, []),
+        # It has grown; what one array or none lies in may not be an arena.
+        ([1000, 1256], [3000, 3001, 4000, None], 9000, [(1000, 1000), (3000, 1000)]),
+        ([1000, 1000], [], None, []),
+        ([99, 98], [], None, []),
+    ],
+)
+def test_arenas(monkeypatch, probes, live, pool, found):
+    monkeypatch.undo()  # the autouse fixture's arenas
+    stats = None if pool is None else {"pool_bytes": pool}
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    pointers = iter(probes)
+    monkeypatch.setattr(jax, "device_put", lambda _, d: Array(next(pointers), d))
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
+    monkeypatch.setattr(jax, "live_arrays", lambda: [Array(p, device) for p in live])
+    driver = Driver(["00:1"], 0)
+
+    def cuMemGetAddressRange(pointer):
+        if pointer < 1000:
+            return FAILS, None, None
+        return OK, pointer // 1000 * 1000, 1000
+
+    driver.cuMemGetAddressRange = cuMemGetAddressRange
+    assert gpu_memory.arenas(driver, device, 0) == found
+    assert driver.current == []
