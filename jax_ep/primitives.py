@@ -285,7 +285,9 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
             num_tokens=num_tokens,
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
-    return communicator_call(ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm)
+    return communicator_call(
+        ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm
+    )
 
 
 # Differentiation: leaves are linear, routing operands are integers -----------
