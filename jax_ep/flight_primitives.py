@@ -127,8 +127,7 @@ def _done_abstract_eval(*avals, **_):
 def _in_flight(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
     """Whether rows travel between start and done in this program.
 
-    Without tokens there would be empty results beside others, which XLA's GPU
-    compiler does not survive.
+    Without tokens there is nothing to do, and a plain operation does it.
     """
     only_cuda = tuple(ctx.module_context.platforms) == ("cuda",)
     native = params["comm"].backend != "xla"

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "cc/current_device.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -17,24 +18,6 @@ const XLA_FFI_TypeInfo kCudaStartSiteInfo = ffi::MakeTypeInfo<CudaStartSite>();
 const XLA_FFI_TypeInfo kCudaDoneSiteInfo = ffi::MakeTypeInfo<CudaDoneSite>();
 
 namespace {
-
-// The thread's device is another one while this lives.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t ordinal) {
-    status_ = cudaGetDevice(&before_);
-    if (status_ == cudaSuccess) status_ = cudaSetDevice(ordinal);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() { cudaSetDevice(before_); }
-
-  cudaError_t status() const { return status_; }
-
- private:
-  int before_ = 0;
-  cudaError_t status_;
-};
 
 cudaError_t MakeStream(int32_t ordinal, cudaStream_t* stream) {
   const OnDevice device(ordinal);
@@ -275,11 +258,21 @@ ffi::Error DispatchStart(CudaStartSite* start, int32_t ordinal,
                          ffi::BufferR1<ffi::S32> recv_src,
                          ffi::RemainingArgs in, ffi::RemainingRets out) {
   const ffi::ErrorOr<RowParams> rows =
-      RowsOfCall(start->site, ordinal, {routes, num_recv, recv_src}, in, out,
-                 /*capacity_is_out=*/true);
+      DispatchRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (rows.has_error()) return rows.error();
   return Start(*start, ordinal, stream, *rows, "dispatch_start",
                LaunchDispatch);
+}
+
+ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
+                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        ffi::BufferR0<ffi::S32> num_recv,
+                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
+                        ffi::RemainingRets out) {
+  const ffi::ErrorOr<RowParams> rows =
+      CombineRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
+  if (rows.has_error()) return rows.error();
+  return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
 }
 
 ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
@@ -289,24 +282,6 @@ ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
                         ffi::RemainingRets out) {
   return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
               "dispatch_done");
-}
-
-ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
-                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
-                        ffi::BufferR0<ffi::S32> num_recv,
-                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
-                        ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows =
-      RowsOfCall(start->site, ordinal, {routes, num_recv, recv_src}, in, out,
-                 /*capacity_is_out=*/false);
-  if (rows.has_error()) return rows.error();
-  for (int32_t i = 0; i < rows->num_leaves; ++i) {
-    if (rows->leaves[i].element == Element::kNone) {
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                        "jax_ep combine: a leaf's dtype cannot be summed");
-    }
-  }
-  return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
 }
 
 ffi::Error CombineDone(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
@@ -334,9 +309,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchStart, DispatchStart,
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaDoneSite>>()
+                                  .Ctx<ffi::State<CudaStartSite>>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes
@@ -344,9 +319,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
                                   .RemainingArgs()
                                   .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaStartSite>>()
+                                  .Ctx<ffi::State<CudaDoneSite>>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::BufferR3<ffi::S32>>()  // routes

@@ -263,8 +263,7 @@ ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                     ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                     ffi::RemainingRets out) {
   const ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, {routes, num_recv, recv_src}, in, out,
-           /*capacity_is_out=*/true);
+      DispatchRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
   return Launched("dispatch", LaunchDispatch(*params, stream));
 }
@@ -275,14 +274,8 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                    ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                    ffi::RemainingRets out) {
   const ffi::ErrorOr<RowParams> params =
-      Rows(*site, ordinal, {routes, num_recv, recv_src}, in, out,
-           /*capacity_is_out=*/false);
+      CombineRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
-  for (int32_t i = 0; i < params->num_leaves; ++i) {
-    if (params->leaves[i].element == Element::kNone) {
-      return Invalid("jax_ep combine: a leaf's dtype cannot be summed");
-    }
-  }
   return Launched("combine", LaunchCombine(*params, stream));
 }
 
@@ -351,12 +344,27 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
   return Instantiate(std::move(attributes));
 }
 
-ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site, int32_t ordinal,
-                                   const Routing& routing,
-                                   const ffi::RemainingArgs& in,
-                                   const ffi::RemainingRets& out,
-                                   bool capacity_is_out) {
-  return Rows(site, ordinal, routing, in, out, capacity_is_out);
+ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site, int32_t ordinal,
+                                     const Routing& routing,
+                                     const ffi::RemainingArgs& in,
+                                     const ffi::RemainingRets& out) {
+  return Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/true);
+}
+
+ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site, int32_t ordinal,
+                                    const Routing& routing,
+                                    const ffi::RemainingArgs& in,
+                                    const ffi::RemainingRets& out) {
+  ffi::ErrorOr<RowParams> params =
+      Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/false);
+  if (params.has_error()) return params;
+  for (int32_t i = 0; i < params->num_leaves; ++i) {
+    if (params->leaves[i].element == Element::kNone) {
+      return ffi::Unexpected(
+          Invalid("jax_ep combine: a leaf's dtype cannot be summed"));
+    }
+  }
+  return params;
 }
 
 int64_t NumHandlerCalls() {

@@ -71,16 +71,20 @@ struct Routing {
   const xla::ffi::BufferR1<xla::ffi::S32>& recv_src;
 };
 
-// For handlers in other files: the state of a new call site, and the parameters
-// of a dispatch or combine. `capacity_is_out` says on which side the receive
-// buffer stands; results after the leaves are not looked at.
+// For handlers in other files: the state of a new call site, and what the
+// kernels get. Results after the leaves are not looked at.
 xla::ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
     xla::ffi::Dictionary attributes);
-xla::ffi::ErrorOr<RowParams> RowsOfCall(const CudaCallSite& site,
-                                        int32_t ordinal, const Routing& routing,
-                                        const xla::ffi::RemainingArgs& in,
-                                        const xla::ffi::RemainingRets& out,
-                                        bool capacity_is_out);
+xla::ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site,
+                                          int32_t ordinal,
+                                          const Routing& routing,
+                                          const xla::ffi::RemainingArgs& in,
+                                          const xla::ffi::RemainingRets& out);
+xla::ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site,
+                                         int32_t ordinal,
+                                         const Routing& routing,
+                                         const xla::ffi::RemainingArgs& in,
+                                         const xla::ffi::RemainingRets& out);
 
 // Executions of the handlers below in this process. A replayed CUDA graph runs
 // the kernels without them, which is how tests see that it was replayed.

@@ -33,14 +33,14 @@ nb::dict Handlers() {
   handlers["jax_ep_plan"] = Handler(EpInstantiate, EpPlan);
   handlers["jax_ep_dispatch"] = Handler(EpInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
-  handlers["jax_ep_dispatch_permute"] =
-      Handler(EpInstantiate, EpDispatchPermute);
   handlers["jax_ep_dispatch_start"] =
       Handler(EpStartInstantiate, EpDispatchStart);
   handlers["jax_ep_dispatch_done"] = Handler(EpDoneInstantiate, EpDispatchDone);
   handlers["jax_ep_combine_start"] =
       Handler(EpStartInstantiate, EpCombineStart);
   handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
+  handlers["jax_ep_dispatch_permute"] =
+      Handler(EpInstantiate, EpDispatchPermute);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);

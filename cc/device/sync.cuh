@@ -39,7 +39,10 @@ struct Control {
         layout(operation.view.num_ranks),
         epoch(*reinterpret_cast<volatile uint32_t*>(Slot(operation.view.rank) +
                                                     layout.epoch) +
-              1) {}
+              1) {
+    // Words that nobody has written yet hold epoch 0, so none is called that.
+    if (epoch == 0) epoch = 1;
+  }
 
   __device__ int32_t rank() const { return op.view.rank; }
   __device__ int32_t num_ranks() const { return op.view.num_ranks; }
