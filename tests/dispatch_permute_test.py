@@ -413,7 +413,8 @@ def fused_layers(fused):
     """moe_test's programs are kept; those with the primitive are others."""
     del fused
     moe_test.program.cache_clear()
-    yield
+    with jax.default_matmul_precision("highest"):  # as in moe_test
+        yield
     moe_test.program.cache_clear()
 
 

@@ -94,10 +94,21 @@ def test_exchanges(outputs, variant):
         assert found["paths"] == paths or paths is None
 
 
-def test_operations_between_processes(tmp_path):
-    arguments = ["-q", "--timeout=120", "-x", *OPERATIONS]
+@pytest.mark.parametrize(
+    ("variables", "staging"),
+    [(SMALL, []), (PLATFORM, []), (PLATFORM, ["--tiny-staging"])],
+    ids=["direct", "staged", "tiny_staging"],
+)
+def test_operations_between_processes(variables, staging, tmp_path):
+    """The routing cases of every operation, by either path."""
+    arguments = ["-q", "--timeout=120", "-x", *staging, *OPERATIONS]
     with launch.Job(
-        "process_suite.py", 2, tmp_path, gpus=GPUS, arguments=arguments
+        "process_suite.py",
+        2,
+        tmp_path,
+        gpus=GPUS,
+        variables=variables,
+        arguments=arguments,
     ) as suite:
         logs = suite.wait(200)
     counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]

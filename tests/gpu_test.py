@@ -223,8 +223,10 @@ def test_flights_in_a_loop(overlapped):
 
 def test_work_is_enqueued_between_start_and_done(overlapped):
     between = overlapped["between start and done"]
+    # XLA may make a reduce-scatter and an all-gather of a psum.
     for op in ("dispatch", "combine"):
-        assert {"all-reduce", "all-gather", "while"} <= set(between[op]), between
+        assert {"all-gather", "while"} <= set(between[op]), between
+        assert {"all-reduce", "reduce-scatter"} & set(between[op]), between
 
 
 def test_flight_whose_buffer_xla_copied_is_refused():
