@@ -373,6 +373,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (IsLastBlock(control)) {
     if (staged) {
       MoveStaged(params, control, scratch.peers, scratch.received_rows);
+      // Its teams end apart, and `done` says that all rings are drained.
+      __syncthreads();
     }
     CloseWithPeers(control);
     if (staged) EndStaged(control);

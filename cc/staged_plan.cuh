@@ -127,7 +127,8 @@ static __device__ void ReceiveStaged(const PlanParams& params,
 }
 
 // `peers` as ReachAllOrNone() leaves it, `received_rows` [R] before drops, both
-// in shared memory. Out of line: the direct part keeps its registers.
+// in shared memory. A barrier has to follow. Out of line: the direct part keeps
+// its registers.
 static __device__ __noinline__ void MoveStaged(const PlanParams& params,
                                                const Control& control,
                                                std::byte* const* peers,
