@@ -7,7 +7,7 @@
 // programs share slots, which is right because a device runs one program after
 // the other, in the same order everywhere; sites of one program have slots of
 // their own while it has fewer than kSlots / 2 channels and as many repeated
-// sites.
+// sites. Flights have a slot beside them.
 #ifndef JAX_EP_CC_CONTROL_SLOTS_H_
 #define JAX_EP_CC_CONTROL_SLOTS_H_
 
@@ -41,8 +41,9 @@ class ControlSlots {
       repeated_ = 0;
     }
     const uint32_t instance = instances_[channel]++;
+    // All slots but kFlightSlot.
     const uint32_t slot =
-        instance == 0 ? channel % kHalf : kHalf + repeated_++ % kHalf;
+        instance == 0 ? channel % kHalf : kHalf + repeated_++ % (kHalf - 1);
     return {static_cast<int32_t>(slot), instance};
   }
 

@@ -59,6 +59,9 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 //   turn      u64, rank 0 says that staging memory is this operation's
 struct ControlLayout {
   static constexpr int64_t kSlots = 1024;
+  // The last slot serves all flights: they follow each other on a stream of
+  // their own, beside which the other slots are used.
+  static constexpr int64_t kFlightSlot = kSlots - 1;
   static constexpr int32_t kReadyWords = 1 + 2 * kMaxLeaves;
 
   int64_t epoch;

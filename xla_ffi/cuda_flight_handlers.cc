@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cc/current_device.h"
+#include "cc/layout.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -133,6 +134,8 @@ ffi::ErrorOr<std::unique_ptr<CudaStartSite>> InstantiateStart(
     ffi::Dictionary attributes) {
   ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site = MakeCallSite(attributes);
   if (site.has_error()) return ffi::Unexpected(site.error());
+  // A slot that XLA's streams never use: they go on beside the flight.
+  (*site)->slot = ControlLayout::kFlightSlot;
   auto start = std::make_unique<CudaStartSite>(std::move(**site));
   if (start->status != cudaSuccess) {
     return ffi::Unexpected(Failed("start", start->status));

@@ -86,7 +86,7 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> Instantiate(
           ? communicator->slots.Take(number)
           : ControlSlots::Site{
                 .slot = static_cast<int32_t>(communicator->num_sites++ %
-                                             ControlLayout::kSlots),
+                                             ControlLayout::kFlightSlot),
                 .instance = 0};
   return std::make_unique<CudaCallSite>(CudaCallSite{
       .communicator = std::move(communicator),

@@ -52,7 +52,7 @@ struct CudaCommunicator {
 // own: sites of one program may run at the same time, as branches of a CUDA
 // graph. Sites that share a slot, because there are more than there are slots
 // or because they belong to programs of several processes, must not run at the
-// same time.
+// same time. Starts of flights share one that no other site has.
 struct CudaCallSite {
   static xla::ffi::TypeId id;
 
