@@ -190,8 +190,11 @@ class Holdings:
             with contextlib.suppress(RuntimeError):
                 self.unmap(address)
         while self.allocated:
-            with contextlib.suppress(RuntimeError):
-                call(driver.cuMemFree, self.allocated.pop())
+            address = self.allocated.pop()
+            # It wants a context; the address says whose memory it is.
+            context = next(iter(self._contexts.values()))
+            with contextlib.suppress(RuntimeError), Current(driver, context):
+                call(driver.cuMemFree, address)
 
 
 # XLA's memory --------------------------------------------------------------------

@@ -45,16 +45,15 @@ CudaCommunicator::~CudaCommunicator() {
   const OnDevice current(views.begin()->first);
   // At the end of the process the driver may be gone; then so is the memory.
   if (current.status() != cudaSuccess) return;
-  if (!mapped.empty()) {
-    // No kernel of this process may still poll or store where something was
-    // mapped. Those of other processes have mappings of their own, and the
-    // physical memory lives as long as the last of them.
-    for (const auto& [ordinal, view] : views) {
-      if (cudaSetDevice(ordinal) == cudaSuccess) cudaDeviceSynchronize();
-    }
-    Unmap(mapped);
+  // No kernel of this process may still poll or store in what goes, on any of
+  // its GPUs. Those of other processes have mappings of their own, and the
+  // physical memory lives as long as the last of them. Waited for before
+  // freeing: cudaFree() waits as well, but may keep other threads meanwhile
+  // from launching what its device waits for.
+  for (const auto& [ordinal, view] : views) {
+    if (cudaSetDevice(ordinal) == cudaSuccess) cudaDeviceSynchronize();
   }
-  // Waits for the device as well.
+  Unmap(mapped);
   for (uint64_t address : allocated) {
     cudaFree(reinterpret_cast<void*>(address));
   }
