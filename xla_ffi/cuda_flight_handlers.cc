@@ -198,6 +198,10 @@ ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
             ": the flight before was never finished; every start needs its "
             "done in the same program");
   }
+  // One that arrives in the same place was left by a run that failed, else XLA
+  // would not have given its memory away. It must not be taken for this one.
+  CudaFlight* const left = start.flights->Find(ordinal, rows.leaves[0].out);
+  if (left != nullptr) left->under_way = false;
   const cudaError_t status =
       TakeOff(rows, stream, start.flights->StreamOn(ordinal), launch, flight);
   if (status != cudaSuccess) return Failed(op, status);
