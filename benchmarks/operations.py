@@ -40,6 +40,11 @@ class Operation:
         return "+" not in self.name
 
 
+def expected_us(w: Workload) -> float:
+    """About what dispatch or combine takes on GPUs: chooses lengths of chains."""
+    return 15 + max(w.wire_bytes, w.local_bytes) / 300e3
+
+
 def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operation]:
     """Plan, dispatch, combine and their sequences on `comm`'s backend."""
     w = inputs.workload

@@ -8,7 +8,7 @@ import jax
 import limits
 from inputs import Inputs
 from jax.sharding import Mesh
-from operations import Operation, jax_ep_operations
+from operations import Operation, expected_us, jax_ep_operations
 from report import Report
 from stopwatch import Stopwatch
 from timing import AXIS, Stats
@@ -110,8 +110,7 @@ class Session:
 
     def _expected(self, w: Workload) -> Callable[[Operation], float | None]:
         """About what an operation takes on a GPU, from its bytes."""
-        moved_us = 15 + max(w.wire_bytes, w.local_bytes) / 300e3
-        return lambda op: (moved_us if op.moves else 15) if self.on_gpu else None
+        return lambda op: (expected_us(w) if op.moves else 15) if self.on_gpu else None
 
     def remember(
         self, workload: Workload, num_sms: int | None, medians: Mapping[str, float]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import timing
 from inputs import Check
 from jax.sharding import Mesh
@@ -14,6 +16,8 @@ from report import FAILURES
 from timing import Budget, Chain, Compilers, Stats, Timer
 
 _COMPILERS = 8
+# Device time that separates a long chain from a short one on GPUs.
+_CHAIN_S = 4e-3
 
 
 class Stopwatch:
@@ -27,7 +31,7 @@ class Stopwatch:
       mesh: over whose "ep" axis the chains run.
       on_gpu: keep GPUs busy while the host enqueues a chain.
       seconds: for one operation, without compiling.
-      few: repetitions of what is slow.
+      few: repetitions of what is slow, in a chain and of the chain.
       longest: length of a chain at most.
     """
 
@@ -83,6 +87,21 @@ class Stopwatch:
             link_us * chain.links
         )
 
+    def compiled(
+        self, lower: Sequence[Callable[[], jax.stages.Lowered]]
+    ) -> list[jax.stages.Compiled | None]:
+        """Programs compiled side by side; None: this one cannot be compiled."""
+        started: dict[int, Callable[[], jax.stages.Compiled]] = {}
+        for i, make in enumerate(lower):
+            with contextlib.suppress(*FAILURES):
+                started[i] = self._compilers.start(make())
+        self._compilers.wait()
+        programs: list[jax.stages.Compiled | None] = [None] * len(lower)
+        for i, program in started.items():
+            with contextlib.suppress(*FAILURES):
+                programs[i] = program()
+        return programs
+
     def _start(
         self, op: Operation, slow: bool, guess_us: float | None
     ) -> Callable[[], Stats]:
@@ -116,8 +135,15 @@ class Stopwatch:
                 self._seconds, 0.0, min_extra=2, min_reps=self._few, short=1
             )
         elif self._on_gpu:
+            # One that takes as long as a chain should is timed as it is.
+            lengthy = (guess_us or 0.0) * 1e-6 > _CHAIN_S
             budget = Budget(
-                self._seconds, 4e-3, min_extra=8, min_reps=8, longest=self._longest
+                self._seconds,
+                _CHAIN_S,
+                min_extra=self._few,
+                min_reps=self._few,
+                short=1 if lengthy else 4,
+                longest=self._longest,
             )
         else:
             budget = Budget(self._seconds, 0.1, min_extra=16, min_reps=5, short=2)

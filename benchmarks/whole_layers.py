@@ -1,0 +1,243 @@
+"""The table layers: jax_ep.moe, all_gather and psum_scatter, and plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from inputs import Inputs
+from jax import lax
+from layer_tables import Tables
+from operations import expected_us
+from timing import AXIS, Chain, first, link
+from workloads import Workload
+
+import jax_ep
+
+_GATHERED = "all_gather + psum_scatter"
+_PLAIN = "xla: jax_ep.moe"
+_FREE = "jax_ep.moe, experts of no cost"
+_FORWARD, _BOTH = "forward", "forward + backward"
+
+
+def table(run: Tables, comm: jax_ep.Communicator) -> None:
+    """Measures and prints it: microseconds and temporary memory."""
+    w = run.workload(_sizes_gpu if run.on_gpu else _sizes_cpu)
+    o = run.options
+    inner = o.inner or (768 if run.on_gpu else 64)
+    layers = Layers(run.mesh, w, inner, o.capacity_factor, o.alignment)
+    run.report.say(
+        f"\nlayers: {w}, experts {w.hidden} x {inner} x {w.hidden} by ragged_dot, "
+        f"capacity factor {o.capacity_factor}"
+    )
+    columns = {"layer": 30, "pass": 18, "us": 11, "p95": 11, "temporary MB": 13}
+    run.report.head(columns)
+    with jax_ep.Communicator(run.mesh, AXIS, backend="xla") as plain:
+        ours = f"jax_ep.moe ({comm.backend})"
+        variants = {
+            ours: layers.moe(comm),
+            _GATHERED: layers.gathered(),
+            _PLAIN: layers.moe(plain),
+        }
+        if not o.quick:
+            variants[_FREE] = layers.moe(comm, free=True)
+        # By a line's name: of which layer, which pass, and the pass itself.
+        lines = {}
+        for name, layer in variants.items():
+            lines[f"{name}, {_FORWARD}"] = name, _FORWARD, layer
+            lines[f"{name}, {_BOTH}"] = name, _BOTH, layers.with_gradients(layer)
+        passes = {line: pass_ for line, (*_, pass_) in lines.items()}
+        # XLA tries kernels for products on the GPU and remembers which was best.
+        # Programs compiled at the same time would all try them, in turn: so first
+        # those with all the products that there are.
+        first_of_all = [f"{name}, {_BOTH}" for name in (ours, _GATHERED)]
+        memory = _temporary_bytes(run, layers, passes, first_of_all)
+
+        def guess_us(line: str) -> float:
+            name, what, _ = lines[line]
+            moving_us = 4 * expected_us(w)
+            products_us = 0.0 if name == _FREE else layers.product_us(o.pallas)
+            return (moving_us + products_us) * (1 if what == _FORWARD else 3)
+
+        found = run.measured(
+            {line: layers.chain(line, pass_) for line, pass_ in passes.items()},
+            guess_us,
+            others=[line for line in lines if lines[line][0] in (_GATHERED, _PLAIN)],
+        )
+        for line, stats in found:
+            name, what, _ = lines[line]
+            size = memory[line]
+            run.report.row(
+                [
+                    name,
+                    what,
+                    f"{stats.median:.0f}",
+                    f"{stats.p95:.0f}",
+                    "" if size is None else f"{size / 1e6:.0f}",
+                ]
+            )
+            run.record(
+                "layer",
+                w,
+                stats,
+                layer=name,
+                what=what,
+                temporary_mb=None if size is None else round(size / 1e6, 1),
+                inner=inner,
+            )
+
+
+def _temporary_bytes(
+    run: Tables,
+    layers: Layers,
+    passes: Mapping[str, Callable],
+    first_of_all: Sequence[str],
+) -> dict[str, int | None]:
+    """What XLA allocates on a device beside arguments and results, by line.
+
+    None: the program cannot be compiled, which its measurement will tell.
+    """
+    found: dict[str, int | None] = {}
+    rest = [line for line in passes if line not in first_of_all]
+    for group in (first_of_all, rest):
+        programs = run.stopwatch.compiled(
+            [lambda line=line: layers.lower(passes[line]) for line in group]
+        )
+        for line, program in zip(group, programs, strict=True):
+            analysis: Any = program and program.memory_analysis()
+            found[line] = analysis and analysis.temp_size_in_bytes
+    return found
+
+
+class Layers:
+    """One layer's inputs, and layers (x, topk_idx, weights, experts) -> y."""
+
+    def __init__(self, mesh, w: Workload, inner: int, factor: float, alignment: int):
+        self.mesh = mesh
+        self.w = w
+        self.inner = inner
+        self.factor = factor
+        self.alignment = alignment
+        inputs = Inputs(mesh, w)
+        self.inputs = inputs
+        self.x = inputs.tokens
+        rng = np.random.default_rng(2)
+        weights = rng.random((w.num_ranks * w.num_tokens, w.top_k)).astype(np.float32)
+        self.weights = inputs.put(weights / weights.sum(-1, keepdims=True))
+
+        def draw(seed):
+            keys = jax.random.split(jax.random.key(seed[0]))
+            shapes = (
+                (w.local_experts, w.hidden, inner),
+                (w.local_experts, inner, w.hidden),
+            )
+            return tuple(
+                jax.random.normal(key, shape, jnp.bfloat16)
+                * jnp.bfloat16(shape[1] ** -0.5)
+                for key, shape in zip(keys, shapes)
+            )
+
+        self.experts = inputs.per_rank(draw)(inputs.put(np.arange(w.num_ranks)))
+
+    def _mlp(self, rows, sizes, experts, free=False):
+        if free:
+            return rows * jnp.bfloat16(0.5)
+        hidden = jax.nn.silu(lax.ragged_dot(rows, experts[0], sizes))
+        return lax.ragged_dot(hidden, experts[1], sizes)
+
+    def product_us(self, pallas: bool) -> float:
+        """About what the experts' products take forward on GPUs.
+
+        XLA's own ragged_dot makes 10 TFLOP/s of them and Pallas' some 100; it only
+        chooses the length of chains.
+        """
+        w = self.w
+        rows = self.factor * w.num_tokens * w.top_k
+        return 4 * rows * w.hidden * self.inner / (1e8 if pallas else 1e7)
+
+    def moe(self, comm: jax_ep.Communicator, free: bool = False) -> Callable:
+        def layer(x, topk_idx, weights, experts):
+            return jax_ep.moe(
+                x,
+                topk_idx,
+                weights,
+                lambda rows, sizes: self._mlp(rows, sizes, experts, free),
+                comm=comm,
+                num_experts=self.w.num_experts,
+                capacity_factor=self.factor,
+                expert_alignment=self.alignment,
+            )
+
+        return layer
+
+    def gathered(self) -> Callable:
+        """Every token to every rank, as layers in JAX do without ragged exchange."""
+        w = self.w
+        pairs = w.num_ranks * w.num_tokens * w.top_k
+        room = min(pairs, int(np.ceil(self.factor * pairs / w.num_ranks)))
+
+        def layer(x, topk_idx, weights, experts):
+            everywhere = lambda a: lax.all_gather(a, AXIS, tiled=True)  # noqa: E731
+            rank = lax.axis_index(AXIS)
+            expert = everywhere(topk_idx).ravel() - rank * w.local_experts
+            here = (expert >= 0) & (expert < w.local_experts)
+            expert = jnp.where(here, expert, w.local_experts)
+            order = jnp.argsort(expert, stable=True)[:room]
+            ends = jnp.cumsum(jnp.bincount(expert, length=w.local_experts + 1)[:-1])
+            sizes = jnp.diff(jnp.minimum(ends, room), prepend=0).astype(jnp.int32)
+            token = order // w.top_k
+            y = self._mlp(everywhere(x)[token], sizes, experts)
+            gate = jnp.where(here, everywhere(weights).ravel(), 0)[order]
+            y = jnp.where(gate[:, None] != 0, y * gate[:, None].astype(y.dtype), 0)
+            total = jnp.zeros((w.num_ranks * w.num_tokens, w.hidden), y.dtype)
+            return lax.psum_scatter(total.at[token].add(y), AXIS, tiled=True)
+
+        return layer
+
+    def _args(self):
+        return self.x, self.inputs.topk_idx, self.weights, self.experts
+
+    @staticmethod
+    def with_gradients(layer: Callable) -> Callable:
+        """Its result, and the gradients of all that has some."""
+
+        def run(x, topk_idx, weights, experts):
+            y, pull = jax.vjp(
+                lambda *args: layer(args[0], topk_idx, *args[1:]), x, weights, experts
+            )
+            return y, pull(y)
+
+        return run
+
+    def chain(self, name: str, run: Callable) -> Chain:
+        """`run` of the same arguments, again and again."""
+
+        def start(x, *others):
+            return (first(x), others), x
+
+        return Chain(
+            name,
+            self._args(),
+            start,
+            lambda fixed, x: run(x, *fixed[1]),
+            lambda fixed, x, result: link(x, fixed[0], *jax.tree.leaves(result)),
+            linked=self.x,
+            opaque=False,
+        )
+
+    def lower(self, run: Callable) -> jax.stages.Lowered:
+        """One call of it, not repeated."""
+        program: Any = self.inputs.per_rank(run)
+        return program.lower(*self._args())
+
+
+def _sizes_gpu(num_ranks: int) -> Workload:
+    """The sizes of Qwen3-30B-A3B."""
+    return Workload(4096, 2048, 8, 128, num_ranks)
+
+
+def _sizes_cpu(num_ranks: int) -> Workload:
+    return Workload(128, 128, 4, 2 * num_ranks, num_ranks, dtype="bf16")
