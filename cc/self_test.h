@@ -1,4 +1,4 @@
-// Loads every kernel on a GPU and runs each once.
+// Loads every kernel on a GPU and runs those that hand rows on.
 #ifndef JAX_EP_CC_SELF_TEST_H_
 #define JAX_EP_CC_SELF_TEST_H_
 

@@ -1,8 +1,8 @@
 """The JAX primitives ep_plan, ep_dispatch and ep_combine.
 
-The only file that knows FFI target names, attributes, result shapes and the
-rules of differentiation and batching. dispatch and combine are linear in their
-rows and each is the other's transpose; the routing operands are integers.
+The only file that knows their FFI targets, attributes, result shapes and rules
+of differentiation and batching. dispatch and combine are linear in their rows
+and each is the other's transpose; the routing operands are integers.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
 
 def _rows_abstract_eval(rows_of: Callable[[dict], int]):
     def abstract_eval(*avals, **params):
-        # Results vary as their leaf does: _bind_leaves made the leaf vary over
+        # Results vary as their leaf does: varying_operands made the leaf vary over
         # the routing's axes.
         return [
             leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
