@@ -144,6 +144,8 @@ def overlap(flight: Flight, fn: Callable, *args: Any) -> tuple[Flight, Any]:
 
     Raises:
       TypeError: not a flight, or not a function.
+
+    Derivative: that of fn.
     """
     _check_flight("overlap", flight)
     if not callable(fn):
