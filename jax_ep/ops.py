@@ -220,9 +220,8 @@ def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> N
         )
 
 
-# kMaxLocalExperts in cc/expert_layout.h, and what an int32 can number.
+# kMaxLocalExperts in cc/expert_layout.h.
 _MAX_LOCAL_EXPERTS = 2048
-_INT32_ROWS = 2**31 - 1
 
 
 def _check_places(op: str, plan: Plan) -> None:
@@ -233,7 +232,7 @@ def _check_places(op: str, plan: Plan) -> None:
             f"found {local_experts}"
         )
     places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment
-    if max(places, plan.expert_capacity) > _INT32_ROWS:
+    if max(places, plan.expert_capacity) > checks.INT32_MAX:
         raise ValueError(
             f"jax_ep.{op}: C * K and the pads must be below 2**31, found {places}; "
             "give make_plan a smaller capacity"

@@ -204,7 +204,7 @@ ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
 }
 
 // Whether a flight works on just these buffers. `in` holds the arriving leaves,
-// the departing ones and the token.
+// the departing ones and the signal.
 bool IsOf(const CudaFlight& flight, const Routing& routing,
           const ffi::RemainingArgs& in, const ffi::RemainingRets& out) {
   const RowParams& rows = flight.rows;
