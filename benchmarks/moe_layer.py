@@ -26,8 +26,8 @@ import numpy as np
 from inputs import Inputs, as_bits, check_rows
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from options import choose_platform, devices_of, positive, with_options
 from options import parser as common_parser
+from options import positive
 from report import FAILURES, Report, machine
 from stopwatch import Stopwatch
 from timing import AXIS, Chain, Stats, fence, first, link
@@ -41,10 +41,14 @@ SECTIONS = ("local", "fused", "fp8", "layers")
 
 def main() -> int:
     options = _parse()
-    choose_platform(options)
+    if options.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
     if options.pallas:
         jax.config.update("jax_ragged_dot_use_gpu_pallas_triton_lowering", True)
-    return Benchmark(options, devices_of(options)).run()
+    devices = jax.devices()
+    ranks = options.ranks or len(devices)
+    return Benchmark(options, devices[:ranks]).run()
 
 
 class Benchmark:
@@ -83,7 +87,12 @@ class Benchmark:
         return int(self.failed)
 
     def _workload(self, make: Callable[[int], Workload]) -> Workload:
-        return with_options(make(len(self.devices)), self.options)
+        o = self.options
+        given = {"num_tokens": o.T, "hidden": o.H, "top_k": o.K, "num_experts": o.E}
+        given |= {"routing": o.routing}
+        return dataclasses.replace(
+            make(len(self.devices)), **{k: v for k, v in given.items() if v is not None}
+        )
 
     def _measure(self, name: str, make: Callable[[], Chain]) -> Stats | None:
         """None, and a line that says why, where it cannot run."""
@@ -278,28 +287,7 @@ def fitting_places(w: Workload, alignment: int) -> int:
     return -(-most // alignment) * alignment
 
 
-class _Planned:
-    """A workload with the communicator, sizes and inputs of its plan."""
-
-    def __init__(self, mesh, w: Workload, comm: jax_ep.Communicator, alignment: int):
-        self.comm = comm
-        self.w = w
-        self.alignment = alignment
-        self.places = fitting_places(w, alignment)
-        self.inputs = Inputs(mesh, w)
-
-    def _plan(self, topk_idx):
-        return jax_ep.make_plan(
-            topk_idx,
-            comm=self.comm,
-            num_experts=self.w.num_experts,
-            capacity=self.w.num_slots,
-            expert_alignment=self.alignment,
-            expert_capacity=self.places,
-        )
-
-
-class Local(_Planned):
+class Local:
     """expert_rows, permute, unpermute, row_dots of one workload as chains.
 
     What is linked along a chain is the integer array that an operation reads;
@@ -307,11 +295,16 @@ class Local(_Planned):
     """
 
     def __init__(self, mesh, w: Workload, comm: jax_ep.Communicator, alignment: int):
-        super().__init__(mesh, w, comm, alignment)
+        self.mesh = mesh
+        self.comm = comm
+        self.inputs = Inputs(mesh, w)
+        self.w = w
+        self.alignment = alignment
         per_rank = pairs_per_rank(w)
         busiest = int(np.argmax(per_rank))
         self.pairs = per_rank[busiest]
         self.rows = int(w.counts[:, busiest].sum())
+        self.places = fitting_places(w, alignment)
         prepare = self.inputs.per_rank(self._prepare)
         prepared = prepare(self.inputs.topk_idx)
         self.recv_topk_idx, self.expert_rows, self.ranges = prepared
@@ -321,6 +314,16 @@ class Local(_Planned):
             np.random.default_rng(1)
             .random((w.num_ranks * w.num_slots, w.top_k))
             .astype(np.float32)
+        )
+
+    def _plan(self, topk_idx):
+        return jax_ep.make_plan(
+            topk_idx,
+            comm=self.comm,
+            num_experts=self.w.num_experts,
+            capacity=self.w.num_slots,
+            expert_alignment=self.alignment,
+            expert_capacity=self.places,
         )
 
     def _prepare(self, topk_idx):
@@ -464,7 +467,7 @@ class Local(_Planned):
         ]
 
 
-class Fused(_Planned):
+class Fused:
     """dispatch, expert_rows and permute, and dispatch_permute, as chains.
 
     All chains are linked in the same way, through both arrays that decide where
@@ -473,9 +476,23 @@ class Fused(_Planned):
     """
 
     def __init__(self, mesh, w: Workload, comm: jax_ep.Communicator, alignment: int):
-        super().__init__(mesh, w, comm, alignment)
+        self.comm = comm
+        self.w = w
+        self.alignment = alignment
+        self.places = fitting_places(w, alignment)
+        self.inputs = Inputs(mesh, w)
         weights = np.random.default_rng(1).random((w.num_ranks * w.num_tokens, w.top_k))
         self.weights = self.inputs.put(weights.astype(np.float32))
+
+    def _plan(self, topk_idx):
+        return jax_ep.make_plan(
+            topk_idx,
+            comm=self.comm,
+            num_experts=self.w.num_experts,
+            capacity=self.w.num_slots,
+            expert_alignment=self.alignment,
+            expert_capacity=self.places,
+        )
 
     @staticmethod
     def _two_steps(plan, x, *others):
