@@ -12,6 +12,9 @@ namespace jax_ep {
 // that is first loaded later would dead-lock behind one that waits for it.
 std::string SelfTest(int ordinal);
 
+// What the kernels were compiled for, in CMake's words: "90a-real, ...".
+const char* Architectures();
+
 // Whether GPU `ordinal` has bulk copies and kBulkSharedBytes for them.
 bool HasBulk(int ordinal);
 
