@@ -64,9 +64,9 @@ class Communicator:
             permutes, may use all.
           num_channels: how many at a time exchange staged rows with other
             processes of the host: on CPUs threads of this process (default 2), on
-            a GPU blocks of a kernel, at most num_sms (default: as many). Rows
-            inside a process, and rows between GPUs that store into each other's
-            memory, need none.
+            a GPU blocks of a kernel, at most num_sms (default: as many as
+            staging_bytes has room for). Rows inside a process, and rows between
+            GPUs that store into each other's memory, need none.
           staging_bytes: memory through which staged rows come in, for all
             channels and peers together: of each process on CPUs, of each rank on
             GPUs; none where there is one process. Rows of any size and number go
