@@ -23,8 +23,8 @@ import terms
 from baselines import baselines, with_xla_options
 from inputs import Inputs
 from operations import Operation, jax_ep_operations
+from options import add_num_sms, choose_platform, devices_of, positive, with_options
 from options import parser as common_parser
-from options import positive
 from report import (
     FAILURES,
     MEANING,
@@ -49,21 +49,14 @@ def main() -> int:
     elif options.processes > 1:
         return layouts.compare(options)
     else:
-        if options.platform == "cpu":
-            jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", options.ranks or 8)
-    devices = jax.devices()
-    ranks = options.ranks or len(devices)
-    if len(devices) < ranks:
-        raise SystemExit(f"--ranks {ranks}: this machine has {len(devices)} devices")
-    if options.platform == "gpu" and devices[0].platform != "gpu":
-        raise SystemExit("--platform gpu: JAX sees no GPU here")
+        choose_platform(options)
+    devices = devices_of(options)
     if not options.plot:
-        return Benchmark(options, devices[:ranks]).run()
+        return Benchmark(options, devices).run()
     import plot  # with matplotlib, which is not needed for anything else
 
     options.json = options.json or f"{options.plot}.jsonl"
-    status = Benchmark(options, devices[:ranks]).run()
+    status = Benchmark(options, devices).run()
     plot.draw([options.json], options.plot)
     return status
 
@@ -76,7 +69,7 @@ class Benchmark(Session):
         make = workload_a if on_gpu else workload_cpu
         super().__init__(
             devices,
-            _with_options(make(len(devices)), options),
+            with_options(make(len(devices)), options),
             Report(options.json, quiet=jax.process_index() > 0),
             options.num_sms if on_gpu else [None],
             options.quick,
@@ -262,22 +255,6 @@ def _sections(text: str) -> list[str]:
     return names
 
 
-def _with_options(workload: Workload, options: argparse.Namespace) -> Workload:
-    given = {
-        "num_tokens": options.T,
-        "hidden": options.H,
-        "top_k": options.K,
-        "num_experts": options.E,
-        "dtype": options.dtype,
-        "routing": options.routing,
-        "capacity": options.capacity,
-        "seed": options.seed,
-    }
-    return dataclasses.replace(
-        workload, **{k: v for k, v in given.items() if v is not None}
-    )
-
-
 def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="fewer repetitions, one SM count")
     add = parser.add_argument
@@ -303,13 +280,7 @@ def _parse() -> argparse.Namespace:
         help="rows of a receive buffer: full (R * T, the default), fit or a number",
     )
     add("--seed", type=int, help="of routing and rows")
-    add(
-        "--num-sms",
-        type=lambda text: [positive(n) for n in text.split(",")],
-        default=[24],
-        metavar="N[,N...]",
-        help="SMs that an operation of ours uses on a GPU (default: 24)",
-    )
+    add_num_sms(parser)
     add(
         "--backends",
         type=lambda text: text.split(","),

@@ -56,7 +56,7 @@ class Inputs:
 
         def draw(seed):
             h = seed[0].astype(jnp.uint32) * np.uint32(0x9E3779B1)
-            for i, factor in enumerate((0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)):
+            for i, factor in enumerate(_FACTORS):
                 if i < len(shape):
                     counted = lax.broadcasted_iota(
                         jnp.uint32, shape, len(shape) - 1 - i

@@ -1,10 +1,12 @@
-"""Command-line options that all benchmarks share."""
+"""Command-line options that all benchmarks share, and what follows from them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
-from workloads import ROUTINGS
+import jax
+from workloads import ROUTINGS, Workload
 
 
 def positive(text: str) -> int:
@@ -31,3 +33,44 @@ def parser(description: str | None, quick: str) -> argparse.ArgumentParser:
     add("--E", type=positive, help="experts")
     add("--routing", choices=ROUTINGS)
     return shared
+
+
+def add_num_sms(of: argparse.ArgumentParser) -> None:
+    """--num-sms, for benchmarks that go through several numbers."""
+    of.add_argument(
+        "--num-sms",
+        type=lambda text: [positive(n) for n in text.split(",")],
+        default=[24],
+        metavar="N[,N...]",
+        help="SMs that an operation of ours uses on a GPU (default: 24)",
+    )
+
+
+def choose_platform(options: argparse.Namespace) -> None:
+    """Before JAX's devices are asked for."""
+    if options.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
+
+
+def devices_of(options: argparse.Namespace) -> list[jax.Device]:
+    """Those to measure on; ends the program where the machine lacks them."""
+    devices = jax.devices()
+    ranks = options.ranks or len(devices)
+    if len(devices) < ranks:
+        raise SystemExit(f"--ranks {ranks}: this machine has {len(devices)} devices")
+    if options.platform == "gpu" and devices[0].platform != "gpu":
+        raise SystemExit("--platform gpu: JAX sees no GPU here")
+    return devices[:ranks]
+
+
+_SIZES = {"num_tokens": "T", "hidden": "H", "top_k": "K", "num_experts": "E"}
+
+
+def with_options(workload: Workload, options: argparse.Namespace) -> Workload:
+    """`workload` with what was asked for."""
+    names = _SIZES | {n: n for n in ("dtype", "routing", "capacity", "seed")}
+    given = {field: getattr(options, name, None) for field, name in names.items()}
+    return dataclasses.replace(
+        workload, **{k: v for k, v in given.items() if v is not None}
+    )

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from inputs import Inputs, check_rows, check_sums
+from options import add_num_sms, choose_platform, devices_of, positive, with_options
 from options import parser as common_parser
-from options import positive
 from report import FAILURES, Report, machine
 from stopwatch import Stopwatch
 from timing import AXIS, Chain, Stats, fence, first, link
@@ -43,11 +43,8 @@ COLUMNS = {
 
 def main() -> int:
     options = _parse()
-    if options.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
-    devices = jax.devices()
-    return Benchmark(options, devices[: options.ranks or len(devices)]).run()
+    choose_platform(options)
+    return Benchmark(options, devices_of(options)).run()
 
 
 class Work:
@@ -207,16 +204,7 @@ class Benchmark:
             few=2 if quick else 5,
         )
         make = workload_a if self.on_gpu else workload_cpu
-        given = {
-            "num_tokens": options.T,
-            "hidden": options.H,
-            "top_k": options.K,
-            "num_experts": options.E,
-            "routing": options.routing,
-        }
-        self.workload = dataclasses.replace(
-            make(len(devices)), **{k: v for k, v in given.items() if v is not None}
-        )
+        self.workload = with_options(make(len(devices)), options)
         self.failed = False
 
     def run(self) -> int:
@@ -290,13 +278,7 @@ def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="fewer repetitions, no gradients")
     add = parser.add_argument
     add("--size", type=positive, help="of the products (default: 4096; 256 on a CPU)")
-    add(
-        "--num-sms",
-        type=lambda text: [positive(n) for n in text.split(",")],
-        default=[24],
-        metavar="N[,N...]",
-        help="SMs that an operation of ours uses on a GPU (default: 24)",
-    )
+    add_num_sms(parser)
     return parser.parse_args()
 
 

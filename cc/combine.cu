@@ -8,9 +8,8 @@
 //         cannot load the summing warps load themselves. Leaves with rows out
 //         of reach follow through staging memory (cc/staged_combine.cuh). The
 //         last block closes with the peers.
-// Reads:  params.routes, leaves[].in of this rank and of the peers; num_recv
-// and
-//         recv_src for staged rows. Writes: leaves[].out of this rank, every
+// Reads:  params.routes, leaves[].in of this rank and of the peers; for staged
+//         rows num_recv and recv_src. Writes: leaves[].out of this rank, every
 //         row once.
 // Order:  publish (release; this rank's rows were written before it in stream
 //         order) -> the peers' WaitReady (acquire) -> their loads -> their

@@ -77,7 +77,7 @@ const void* PlanKernelAddress();
 const void* DispatchKernelAddress();
 const void* CombineKernelAddress();
 
-// Dynamic shared memory of dispatch and combine where view.has_bulk.
+// Dynamic shared memory of the row-moving kernels where view.has_bulk.
 inline constexpr int kBulkSharedBytes = 192 << 10;
 
 }  // namespace jax_ep

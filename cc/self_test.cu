@@ -232,6 +232,8 @@ std::string Load(int ordinal, const void* kernel) {
 
 }  // namespace
 
+const char* Architectures() { return JAX_EP_CUDA_ARCHITECTURES; }
+
 bool HasBulk(int ordinal) {
   // What the kernels use beside their dynamic shared memory.
   constexpr int kStaticBytes = 16 << 10;

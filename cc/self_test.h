@@ -1,4 +1,4 @@
-// Loads every kernel on a GPU and runs each once.
+// Loads every kernel on a GPU and runs those that hand rows on.
 #ifndef JAX_EP_CC_SELF_TEST_H_
 #define JAX_EP_CC_SELF_TEST_H_
 
@@ -11,6 +11,9 @@ namespace jax_ep {
 // or "" where nothing is. Allocates and synchronises: for set-up only. A kernel
 // that is first loaded later would dead-lock behind one that waits for it.
 std::string SelfTest(int ordinal);
+
+// What the kernels were compiled for, in CMake's words: "90a-real, ...".
+const char* Architectures();
 
 // Whether GPU `ordinal` has bulk copies and kBulkSharedBytes for them.
 bool HasBulk(int ordinal);

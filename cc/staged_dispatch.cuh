@@ -5,9 +5,8 @@
 //         peer, leaf by leaf, in the order of the tokens. The sender finds them
 //         in its routes, the receiver knows their slots from recv_src, so that
 //         only rows travel.
-// Reads:  params.routes, num_recv, recv_src, leaves[].in. Writes: staging
-// memory
-//         of the peers, leaves[].out of this rank.
+// Reads:  params.routes, num_recv, recv_src, leaves[].in.
+//         Writes: staging memory of the peers, leaves[].out of this rank.
 // Order:  cc/device/channel.cuh.
 #ifndef JAX_EP_CC_STAGED_DISPATCH_CUH_
 #define JAX_EP_CC_STAGED_DISPATCH_CUH_

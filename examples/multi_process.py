@@ -117,12 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", arguments.cpu_devices or count)
     if arguments.place:
         address, process = arguments.place.split(",")
-        # One GPU a process where there are GPUs.
         jax.distributed.initialize(
             address,
             arguments.processes,
             int(process),
-            local_device_ids=[int(process)] if arguments.backend == "cuda" else None,
+            local_device_ids=[int(process)],  # a GPU each; virtual devices ignore it
         )
     else:
         jax.distributed.initialize()

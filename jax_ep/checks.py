@@ -57,6 +57,8 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
         )
 
 
+# Rows and slots are numbered by int32.
+INT32_MAX = 2**31 - 1
 # What the plan's kernel divides by multiplication; far above real models.
 _MAXIMUM = 2**16
 

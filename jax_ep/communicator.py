@@ -58,18 +58,21 @@ class Communicator:
           backend: "cuda", "cpu" or "xla". None takes cuda where all pairs of
             GPUs can reach each other, cpu on CPU devices, else xla, and warns
             why it fell back.
-          num_sms: multiprocessors that one CUDA operation uses. Default: what
-            fills the link, see docs/design.md.
-          num_channels: what exchanges staged rows with other processes of the
-            host: on CPU threads of this process (default 2), on a GPU blocks of
-            a kernel, at most num_sms (default: as many). Rows inside a process,
-            and rows between GPUs into whose memory the others store, need none.
-          staging_bytes: shared memory through which other processes send rows
-            to this one, on GPUs through which other ranks send them to each rank
-            of this one; all channels and peers together. Rows of any size and
-            number go through; more memory lets senders run ahead further.
-          timeout_s: how long a rank waits for its peers inside an operation
-            before the operation fails: on CPU with JaxRuntimeError, on a GPU
+          num_sms: multiprocessors of a GPU that an operation between ranks
+            uses; default: 2 of 11, 24 on an H200. What is local (`permute`,
+            `unpermute`), and the one launch in which `moe` dispatches and
+            permutes, may use all.
+          num_channels: how many at a time exchange staged rows with other
+            processes of the host: on CPUs threads of this process (default 2), on
+            a GPU blocks of a kernel, at most num_sms (default: as many as
+            staging_bytes has room for). Rows inside a process, and rows between
+            GPUs that store into each other's memory, need none.
+          staging_bytes: memory through which staged rows come in, for all
+            channels and peers together: of each process on CPUs, of each rank on
+            GPUs; none where there is one process. Rows of any size and number go
+            through; more of it lets senders run ahead further.
+          timeout_s: seconds that a rank waits for its peers inside an operation
+            before the operation fails: on CPUs with JaxRuntimeError, on a GPU
             with a message and a trap, which also reaches the user as
             JaxRuntimeError. Set-up and close() wait as long for the other
             processes.

@@ -105,8 +105,8 @@ def check_modules(report: Report, *, gpus: bool) -> None:
             continue
         built = ".".join(map(str, module.ffi_version()))
         report.fact(name, f"loaded, built for XLA FFI {built}: {module.__file__}")
-        if hasattr(module, "architectures"):
-            report.fact("GPU architectures", module.architectures())
+        if name == "_cuda":
+            report.fact("compiled for GPUs", module.architectures)
 
 
 def check_host(report: Report) -> None:

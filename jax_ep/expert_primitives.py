@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -29,11 +28,13 @@ from jax.interpreters import ad, batching, mlir
 from jax_ep import native, xla_backend
 from jax_ep.primitive_rules import (
     SUMMABLE,
+    batch_rows,
     bind_rows,
     define,
     each_element,
     ffi_call,
     has_elements,
+    integers_jvp,
     make_varying,
     varying,
     zero_tangent,
@@ -349,24 +350,10 @@ def _row_dots_transpose(cotangents, *operands, **params):
 
 def _rows_batch(primitive: Primitive, args, dims, *, weighted, **params):
     before = _NUM_ROUTING + weighted
-    if any(d is not None for d in dims[:before]):
-        return each_element(primitive, args, dims, weighted=weighted, **params)
-    # One routing for the whole batch: the batch becomes part of the row.
-    leaves = [
-        leaf if d is None else jnp.moveaxis(leaf, d, 1)
-        for leaf, d in zip(args[before:], dims[before:], strict=True)
-    ]
-    outputs = primitive.bind(*args[:before], *leaves, weighted=weighted, **params)
-    return outputs, [None if d is None else 1 for d in dims[before:]]
+    return batch_rows(primitive, before, args, dims, weighted=weighted, **params)
 
 
 # Definitions -----------------------------------------------------------------
-
-
-def _expert_rows_jvp(primals, tangents, **params):
-    del tangents  # integers in, integers out
-    outputs = expert_rows_p.bind(*primals, **params)
-    return outputs, [zero_tangent(out) for out in outputs]
 
 
 def _define_rows(name: str, abstract_eval, lowering) -> Primitive:
@@ -383,7 +370,7 @@ expert_rows_p = define(
     _expert_rows_lowering,
     cacheable=True,
 )
-ad.primitive_jvps[expert_rows_p] = _expert_rows_jvp
+ad.primitive_jvps[expert_rows_p] = functools.partial(integers_jvp, expert_rows_p)
 batching.primitive_batchers[expert_rows_p] = functools.partial(
     each_element, expert_rows_p
 )

@@ -1,7 +1,7 @@
 """The primitives of operations in two halves: ep_dispatch_start and its kin.
 
 A start takes rows and gives, leaf by leaf, the buffer that they arrive in and
-the rows themselves, which must stay where they are until the done; and a token,
+the rows themselves, which must stay where they are until the done; and a signal,
 a number that is there when the rows have been sent off. A done takes all three.
 On backend "cuda" the rows travel between the two, on a stream of their own; the
 others do the whole operation in the start.
@@ -12,7 +12,7 @@ is what arrives. So the transpose of a done is the other operation's start, and
 that of a start the other's done.
 
 ep_tie puts work between them: its results are its operands, but wait for each
-other. It knows which of them are tokens, so that differentiation and removing
+other. It knows which of them are signals, so that differentiation and removing
 dead code never leave a start without its done.
 """
 
@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import primitives
-from jax_ep.primitive_rules import define, each_element, zero_tangent
+from jax_ep.primitive_rules import define, each_element, folded, zero_tangent
 from jax_ep.primitives import NUM_ROUTING
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Operation:
 
 
 def start(op: str, leaves: Sequence[jax.Array], plan: Plan):
-    """Binds ep_<op>_start: (arriving, departing, token). No leaf is empty."""
+    """Binds ep_<op>_start: (arriving, departing, signal). No leaf is empty."""
     routing, leaves = primitives.varying_operands(leaves, plan)
     outputs = _OPERATIONS[op].start().bind(*routing, *leaves, **primitives.sizes(plan))
     count = len(leaves)
@@ -70,27 +70,27 @@ def done(
     op: str,
     arriving: Sequence[jax.Array],
     departing: Sequence[jax.Array],
-    token: jax.Array,
+    signal: jax.Array,
     plan: Plan,
 ) -> list[jax.Array]:
     """Binds ep_<op>_done: the rows that have arrived."""
     routing, _ = primitives.varying_operands((), plan)
-    operands = *routing, *arriving, *departing, token
+    operands = *routing, *arriving, *departing, signal
     return _OPERATIONS[op].done().bind(*operands, **primitives.sizes(plan))
 
 
 def tie(
-    tokens: Sequence[jax.Array], arrays: Sequence[jax.Array]
+    signals: Sequence[jax.Array], arrays: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The same, but none is there before all are."""
-    if not (tokens and arrays):
-        return list(tokens), list(arrays)
-    outputs = tie_p.bind(*tokens, *arrays, num_tokens=len(tokens))
-    return outputs[: len(tokens)], outputs[len(tokens) :]
+    if not (signals and arrays):
+        return list(signals), list(arrays)
+    outputs = tie_p.bind(*signals, *arrays, num_signals=len(signals))
+    return outputs[: len(signals)], outputs[len(signals) :]
 
 
 def _count(operands: Sequence[Any]) -> int:
-    """Leaves of a done: arriving and departing ones stand before the token."""
+    """Leaves of a done: arriving and departing ones stand before the signal."""
     return (len(operands) - NUM_ROUTING - 1) // 2
 
 
@@ -154,13 +154,13 @@ def _start_lowering(op: _Operation, ctx, *operands, **params):
             return [*rows, *operands[NUM_ROUTING:], jnp.zeros((), np.float32)]
 
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
-    token = ctx.avals_out[-1]
+    signal = ctx.avals_out[-1]
     results = primitives.communicator_call(
         ctx,
         f"jax_ep_{op.name}_start",
         operands,
         ctx.avals_in,
-        [*ctx.avals_out[:count], token],
+        [*ctx.avals_out[:count], signal],
         params["comm"],
         _IN_PLACE,
     )
@@ -169,7 +169,7 @@ def _start_lowering(op: _Operation, ctx, *operands, **params):
     departing = _barrier(
         ctx,
         [results[count], *operands[NUM_ROUTING:]],
-        [token, *ctx.avals_out[count:-1]],
+        [signal, *ctx.avals_out[count:-1]],
     )
     return [*results[:count], *departing[1:], departing[0]]
 
@@ -193,9 +193,9 @@ def _done_lowering(op: _Operation, ctx, *operands, **params):
     )
 
 
-def _tie_lowering(ctx, *operands, num_tokens):
+def _tie_lowering(ctx, *operands, num_signals):
     # Elsewhere the start has done everything, and order serves nobody.
-    if not num_tokens or tuple(ctx.module_context.platforms) != ("cuda",):
+    if not num_signals or tuple(ctx.module_context.platforms) != ("cuda",):
         return operands
     return _barrier(ctx, operands, ctx.avals_in)
 
@@ -298,46 +298,46 @@ def _done_transpose(op: _Operation, cotangents, *operands, **params):
     return result
 
 
-def _tie_live(num_tokens: int, values: Sequence[Any]) -> list[Any]:
+def _tie_live(num_signals: int, values: Sequence[Any]) -> list[Any]:
     """Ties tangents or cotangents; those that are zero stay as they are."""
     result = list(values)
     live = [i for i, v in enumerate(values) if v is not None and not _is_zero(v)]
-    tokens = sum(i < num_tokens for i in live)
-    if 0 < tokens < len(live):
-        tied = tie_p.bind(*(values[i] for i in live), num_tokens=tokens)
+    signals = sum(i < num_signals for i in live)
+    if 0 < signals < len(live):
+        tied = tie_p.bind(*(values[i] for i in live), num_signals=signals)
         for i, value in zip(live, tied, strict=True):
             result[i] = value
     return result
 
 
-def _tie_jvp(primals, tangents, *, num_tokens):
-    outputs = tie_p.bind(*primals, num_tokens=num_tokens)
-    return outputs, _tie_live(num_tokens, tangents)
+def _tie_jvp(primals, tangents, *, num_signals):
+    outputs = tie_p.bind(*primals, num_signals=num_signals)
+    return outputs, _tie_live(num_signals, tangents)
 
 
-def _tie_transpose(cotangents, *operands, num_tokens):
+def _tie_transpose(cotangents, *operands, num_signals):
     linear = [
         ct if ad.is_undefined_primal(x) else None
         for ct, x in zip(cotangents, operands, strict=True)
     ]
-    return _tie_live(num_tokens, linear)
+    return _tie_live(num_signals, linear)
 
 
 def _tie_dce(used_outputs, *rest):
     """Unties what goes on from what does not.
 
     Without this rule a value that the backward pass needs would keep its tie
-    alive, that the token, and that a start whose done is gone.
+    alive, that the signal, and that a start whose done is gone.
     """
     eqn = rest[-1]  # jax 0.12 passes something before it
     if not any(used_outputs):
         return [False] * len(used_outputs), None
     keep = [i for i, used in enumerate(used_outputs) if used]
-    num_tokens = sum(i < eqn.params["num_tokens"] for i in keep)
+    num_signals = sum(i < eqn.params["num_signals"] for i in keep)
     untied = eqn.replace(
         invars=[eqn.invars[i] for i in keep],
         outvars=[eqn.outvars[i] for i in keep],
-        params={"num_tokens": num_tokens},
+        params={"num_signals": num_signals},
     )
     return list(used_outputs), untied
 
@@ -345,22 +345,17 @@ def _tie_dce(used_outputs, *rest):
 # Batching --------------------------------------------------------------------
 
 
-def _folded(leaf: jax.Array, dim: int | None) -> jax.Array:
-    """The batch becomes part of the row."""
-    return leaf if dim is None else jnp.moveaxis(leaf, dim, 1)
-
-
 def _start_batch(op: _Operation, args, dims, **params):
     leaves, leaf_dims = args[NUM_ROUTING:], dims[NUM_ROUTING:]
     if any(d is not None for d in dims[:NUM_ROUTING]):
         # An operation for each element, done at once: _done_batch does nothing.
         rows, row_dims = each_element(op.whole, args, dims, **params)
-        token = jnp.zeros_like(args[0], shape=(), dtype=np.float32)
-        return [*rows, *leaves, token], [*row_dims, *leaf_dims, None]
-    leaves = [_folded(*pair) for pair in zip(leaves, leaf_dims, strict=True)]
+        signal = jnp.zeros_like(args[0], shape=(), dtype=np.float32)
+        return [*rows, *leaves, signal], [*row_dims, *leaf_dims, None]
+    leaves = map(folded, leaves, leaf_dims)
     outputs = op.start().bind(*args[:NUM_ROUTING], *leaves, **params)
-    folded = [None if d is None else 1 for d in leaf_dims]
-    return outputs, [*folded, *folded, None]
+    out_dims = [None if d is None else 1 for d in leaf_dims]
+    return outputs, [*out_dims, *out_dims, None]
 
 
 def _done_batch(op: _Operation, args, dims, **params):
@@ -368,16 +363,13 @@ def _done_batch(op: _Operation, args, dims, **params):
     arriving = slice(NUM_ROUTING, NUM_ROUTING + count)
     if any(d is not None for d in dims[:NUM_ROUTING]):
         return list(args[arriving]), list(dims[arriving])
-    leaves = [
-        _folded(*pair)
-        for pair in zip(args[NUM_ROUTING:-1], dims[NUM_ROUTING:-1], strict=True)
-    ]
+    leaves = map(folded, args[NUM_ROUTING:-1], dims[NUM_ROUTING:-1])
     outputs = op.done().bind(*args[:NUM_ROUTING], *leaves, args[-1], **params)
     return outputs, [None if d is None else 1 for d in dims[arriving]]
 
 
-def _tie_batch(args, dims, *, num_tokens):
-    return tie_p.bind(*args, num_tokens=num_tokens), dims
+def _tie_batch(args, dims, *, num_signals):
+    return tie_p.bind(*args, num_signals=num_signals), dims
 
 
 # Definitions -----------------------------------------------------------------

@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import expert_primitives, native, primitives
 from jax_ep.primitive_rules import (
     MAX_LEAVES,
+    batch_rows,
     define,
-    each_element,
-    has_elements,
+    launches,
     make_varying,
     varying,
+    without_travel,
     zero_tangent,
 )
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # its two steps. See docs/performance.md.
 BACKENDS = frozenset({"cuda"})
 
-# Backends with native code. The others dispatch, then permute.
+# Backends with native code; on the others the primitive is lowered to two steps.
 _NATIVE_BACKENDS = frozenset({"cuda"})
 
 # Routing operands: those of ep_dispatch, then recv_counts, then those of
@@ -65,29 +65,19 @@ def dispatch_permute(
     )
     axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
     routing = tuple(make_varying(a, axes) for a in routing)
-    sizes = {
-        "comm": plan.comm,
-        "num_tokens": plan.num_tokens,
-        "capacity": plan.capacity,
-        "expert_capacity": plan.expert_capacity,
-    }
+    sizes = primitives.sizes(plan) | {"expert_capacity": plan.expert_capacity}
     # As bind_rows does, but a call holds leaves of two kinds, grouped ones first.
     leaves = [make_varying(x, axes | varying(x)) for x in (*grouped, *others)]
     heights = [plan.expert_capacity] * len(grouped) + [plan.capacity] * len(others)
-    results = [
-        x if has_elements(x) else jnp.zeros_like(x, shape=(height, *x.shape[1:]))
-        for x, height in zip(leaves, heights, strict=True)
-    ]
-    moving = [i for i, x in enumerate(leaves) if has_elements(x)]
-    for start in range(0, len(moving), _MAX_LEAVES):
-        batch = moving[start : start + _MAX_LEAVES]
+    results = list(map(without_travel, leaves, heights))
+    for launch in launches(leaves, _MAX_LEAVES):
         moved = _bind(
             routing,
-            [leaves[i] for i in batch],
-            num_grouped=sum(i < len(grouped) for i in batch),
+            [leaves[i] for i in launch],
+            num_grouped=sum(i < len(grouped) for i in launch),
             **sizes,
         )
-        for i, result in zip(batch, moved, strict=True):
+        for i, result in zip(launch, moved, strict=True):
             results[i] = result
     return results[: len(grouped)], results[len(grouped) :]
 
@@ -211,22 +201,12 @@ def _transpose(cotangents, *operands, num_grouped, expert_capacity, **params):
     return [None] * _NUM_ROUTING + result
 
 
-def _batch(args, dims, **params):
-    if any(d is not None for d in dims[:_NUM_ROUTING]):
-        return each_element(dispatch_permute_p, args, dims, **params)
-    # One routing for the whole batch: the batch becomes part of the row.
-    leaves = [
-        leaf if d is None else jnp.moveaxis(leaf, d, 1)
-        for leaf, d in zip(args[_NUM_ROUTING:], dims[_NUM_ROUTING:], strict=True)
-    ]
-    outputs = dispatch_permute_p.bind(*args[:_NUM_ROUTING], *leaves, **params)
-    return outputs, [None if d is None else 1 for d in dims[_NUM_ROUTING:]]
-
-
 # Not cacheable: every call gets a channel of its own.
 dispatch_permute_p = define(
     "ep_dispatch_permute", _abstract_eval, _lowering, cacheable=False
 )
 ad.primitive_jvps[dispatch_permute_p] = _jvp
 ad.primitive_transposes[dispatch_permute_p] = _transpose
-batching.primitive_batchers[dispatch_permute_p] = _batch
+batching.primitive_batchers[dispatch_permute_p] = functools.partial(
+    batch_rows, dispatch_permute_p, _NUM_ROUTING
+)

@@ -94,6 +94,11 @@ def moe_with_plan(
 
     Returns:
       As `moe`.
+
+    Raises:
+      TypeError, ValueError, RuntimeError: as `moe`.
+
+    Derivative: as of `moe`; the plan has none.
     """
     topk_weights = jnp.asarray(topk_weights)
     if isinstance(plan, Plan):  # else dispatch says what is wrong

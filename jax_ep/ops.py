@@ -35,8 +35,8 @@ def dispatch(tree: Any, plan: Plan) -> Any:
     docs/semantics.md works a two-rank example by hand.
 
     Args:
-      tree: a pytree of arrays [T, ...] of any dtype, T as in the plan. All
-        leaves travel in one launch.
+      tree: a pytree of arrays [T, ...] of any dtype, T as in the plan. Up to
+        16 leaves travel in one launch.
       plan: from `make_plan`, inside the same shard_map.
 
     Returns:
@@ -72,7 +72,7 @@ def combine(tree: Any, plan: Plan) -> Any:
 
     Args:
       tree: a pytree of arrays [C, ...], C as in the plan; bfloat16, float16,
-        float32, float64 or complex. All leaves travel in one launch.
+        float32, float64 or complex. Up to 16 leaves travel in one launch.
       plan: from `make_plan`, inside the same shard_map.
 
     Returns:
@@ -107,7 +107,7 @@ def permute(tree: Any, plan: Plan) -> Any:
 
     Args:
       tree: a pytree of arrays [C, ...] of any dtype, C as in the plan: what
-        `dispatch` returned. All leaves move in one launch.
+        `dispatch` returned. Up to 16 leaves move in one launch.
       plan: from `make_plan`, inside the same shard_map.
 
     Returns:
@@ -145,8 +145,8 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
 
     Args:
       tree: a pytree of arrays [S, ...], S = plan.expert_capacity; bfloat16,
-        float16, float32, float64, or complex where there are no weights. All
-        leaves move in one launch.
+        float16, float32, float64, or complex where there are no weights. Up to
+        16 leaves move in one launch.
       plan: from `make_plan`, inside the same shard_map.
       weights: floating [C, K], such as the router's weights that `dispatch`
         brought along. None: the plain sum.
@@ -220,9 +220,8 @@ def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> N
         )
 
 
-# kMaxLocalExperts in cc/expert_layout.h, and what an int32 can number.
+# kMaxLocalExperts in cc/expert_layout.h.
 _MAX_LOCAL_EXPERTS = 2048
-_INT32_ROWS = 2**31 - 1
 
 
 def _check_places(op: str, plan: Plan) -> None:
@@ -233,7 +232,7 @@ def _check_places(op: str, plan: Plan) -> None:
             f"found {local_experts}"
         )
     places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment
-    if max(places, plan.expert_capacity) > _INT32_ROWS:
+    if max(places, plan.expert_capacity) > checks.INT32_MAX:
         raise ValueError(
             f"jax_ep.{op}: C * K and the pads must be below 2**31, found {places}; "
             "give make_plan a smaller capacity"

@@ -12,7 +12,7 @@ from jax import dtypes
 
 from jax_ep import checks, flight_primitives, ops
 from jax_ep.plan import Plan
-from jax_ep.primitive_rules import MAX_LEAVES, has_elements
+from jax_ep.primitive_rules import launches, without_travel
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class Flight:
     # leaf without elements has arrived.
     _arriving: list[jax.Array]
     _departing: list[jax.Array]
-    _tokens: list[jax.Array]  # one for each launch
+    _signals: list[jax.Array]  # one for each launch
     _op: str = dataclasses.field(metadata={"static": True})
     _structure: Any = dataclasses.field(metadata={"static": True})
     _dtypes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -144,6 +144,8 @@ def overlap(flight: Flight, fn: Callable, *args: Any) -> tuple[Flight, Any]:
 
     Raises:
       TypeError: not a flight, or not a function.
+
+    Derivative: that of fn.
     """
     _check_flight("overlap", flight)
     if not callable(fn):
@@ -151,18 +153,18 @@ def overlap(flight: Flight, fn: Callable, *args: Any) -> tuple[Flight, Any]:
             f"jax_ep.overlap: fn must be a function, found {type(fn).__name__}; "
             "call overlap(flight, fn, *args)"
         )
-    tokens, args = _tie(flight._tokens, args)
-    tokens, results = _tie(tokens, fn(*args))
-    return dataclasses.replace(flight, _tokens=tokens), results
+    signals, args = _tie(flight._signals, args)
+    signals, results = _tie(signals, fn(*args))
+    return dataclasses.replace(flight, _signals=signals), results
 
 
-def _tie(tokens: Sequence[jax.Array], tree: Any) -> tuple[list[jax.Array], Any]:
+def _tie(signals: Sequence[jax.Array], tree: Any) -> tuple[list[jax.Array], Any]:
     leaves, structure = jax.tree.flatten(tree)
     tied = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
-    tokens, arrays = flight_primitives.tie(tokens, [leaves[i] for i in tied])
+    signals, arrays = flight_primitives.tie(signals, [leaves[i] for i in tied])
     for i, array in zip(tied, arrays, strict=True):
         leaves[i] = array
-    return tokens, structure.unflatten(leaves)
+    return signals, structure.unflatten(leaves)
 
 
 def _can_wait(leaf: Any) -> bool:
@@ -173,26 +175,15 @@ def _can_wait(leaf: Any) -> bool:
     )
 
 
-def _launches(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """The leaves that travel, as many at a time as one launch takes."""
-    moving = [i for i, leaf in enumerate(leaves) if has_elements(leaf)]
-    return [moving[n : n + MAX_LEAVES] for n in range(0, len(moving), MAX_LEAVES)]
-
-
 def _start(op, leaves, plan, num_rows, structure, names) -> Flight:
-    arriving = [
-        leaf
-        if has_elements(leaf)
-        else jax.numpy.zeros_like(leaf, shape=(num_rows, *leaf.shape[1:]))
-        for leaf in leaves
-    ]
-    departing, tokens = list(leaves), []
-    for launch in _launches(leaves):
+    arriving = [without_travel(leaf, num_rows) for leaf in leaves]
+    departing, signals = list(leaves), []
+    for launch in launches(leaves):
         started = flight_primitives.start(op, [leaves[i] for i in launch], plan)
         for i, arrives, departs in zip(launch, *started[:2], strict=True):
             arriving[i], departing[i] = arrives, departs
-        tokens.append(started[2])
-    return Flight(plan, arriving, departing, tokens, op, structure, names)
+        signals.append(started[2])
+    return Flight(plan, arriving, departing, signals, op, structure, names)
 
 
 def _done(op: str, flight: Flight) -> Any:
@@ -205,12 +196,14 @@ def _done(op: str, flight: Flight) -> Any:
     checks.check_open(flight.plan.comm, f"{op}_done")
     checks.check_inside_shard_map(flight.plan.comm, f"{op}_done")
     rows = list(flight._arriving)
-    for launch, token in zip(_launches(flight._departing), flight._tokens, strict=True):
+    for launch, signal in zip(
+        launches(flight._departing), flight._signals, strict=True
+    ):
         arrived = flight_primitives.done(
             op,
             [flight._arriving[i] for i in launch],
             [flight._departing[i] for i in launch],
-            token,
+            signal,
             flight.plan,
         )
         for i, row in zip(launch, arrived, strict=True):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax_ep import checks, primitives
 from jax_ep.communicator import Communicator
 
-_INT32_ROWS = 2**31 - 1
 # kMaxTopK in cc/layout.h.
 _MAX_TOP_K = 32
 
@@ -143,7 +142,7 @@ def make_plan(
         capacity = max(1, min(comm.num_ranks * num_tokens, pairs))
     capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
     # Slots and token ids are int32; no real buffer comes near.
-    if max(capacity, comm.num_ranks * num_tokens) > _INT32_ROWS:
+    if max(capacity, comm.num_ranks * num_tokens) > checks.INT32_MAX:
         raise ValueError(
             "jax_ep.make_plan: capacity and R * T must be below 2**31, found "
             f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"

@@ -49,27 +49,33 @@ def has_elements(leaf: jax.Array) -> bool:
     return math.prod(leaf.shape[1:]) > 0
 
 
+def launches(leaves: Sequence[jax.Array], most: int = MAX_LEAVES) -> list[list[int]]:
+    """Which leaves travel, launch by launch, at most `most` at a time.
+
+    Leaves of no elements stay at home: XLA's GPU compiler does not survive an
+    empty result beside others.
+    """
+    moving = [i for i, leaf in enumerate(leaves) if has_elements(leaf)]
+    return [moving[n : n + most] for n in range(0, len(moving), most)]
+
+
+def without_travel(leaf: jax.Array, num_rows: int) -> jax.Array:
+    """[num_rows, ...] of a leaf that stays at home; any other leaf as it is."""
+    if has_elements(leaf):
+        return leaf
+    return jnp.zeros_like(leaf, shape=(num_rows, *leaf.shape[1:]))
+
+
 def bind_rows(
     leaves: Sequence[jax.Array],
     num_rows: int,
     bind: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """What `bind` makes of all leaves, [num_rows, ...] each, MAX_LEAVES at a time.
-
-    Rows of no elements stay at home: XLA's GPU compiler does not survive an
-    empty result beside others.
-    """
-    results = [
-        leaf
-        if has_elements(leaf)
-        else jnp.zeros_like(leaf, shape=(num_rows, *leaf.shape[1:]))
-        for leaf in leaves
-    ]
-    moving = [i for i, leaf in enumerate(leaves) if has_elements(leaf)]
-    for start in range(0, len(moving), MAX_LEAVES):
-        batch = moving[start : start + MAX_LEAVES]
-        moved = bind([leaves[i] for i in batch])
-        for i, result in zip(batch, moved, strict=True):
+    """What `bind` makes of all leaves, [num_rows, ...] each, launch by launch."""
+    results = [without_travel(leaf, num_rows) for leaf in leaves]
+    for launch in launches(leaves):
+        moved = bind([leaves[i] for i in launch])
+        for i, result in zip(launch, moved, strict=True):
             results[i] = result
     return results
 
@@ -123,6 +129,13 @@ def zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
+def integers_jvp(primitive: Primitive, primals, tangents, **params):
+    """JVP rule: integers in, integers out."""
+    del tangents
+    outputs = primitive.bind(*primals, **params)
+    return outputs, [zero_tangent(out) for out in outputs]
+
+
 def _one_more(a: jax.Array, dim: int) -> list[tuple[int, int, int]]:
     """Padding for lax.pad that adds one element at the end of `dim`."""
     return [(0, int(axis == dim), 0) for axis in range(a.ndim)]
@@ -150,3 +163,19 @@ def each_element(primitive: Primitive, args, dims, **params):
         for i in range(size)
     ]
     return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
+
+
+def folded(leaf: jax.Array, dim: int | None) -> jax.Array:
+    """A batch over rows becomes part of the row."""
+    return leaf if dim is None else jnp.moveaxis(leaf, dim, 1)
+
+
+def batch_rows(primitive: Primitive, num_routing: int, args, dims, **params):
+    """Batching rule of leaves that stand behind `num_routing` other operands."""
+    if any(d is not None for d in dims[:num_routing]):
+        return each_element(primitive, args, dims, **params)
+    # One routing for the whole batch.
+    leaf_dims = dims[num_routing:]
+    leaves = map(folded, args[num_routing:], leaf_dims)
+    outputs = primitive.bind(*args[:num_routing], *leaves, **params)
+    return outputs, [None if d is None else 1 for d in leaf_dims]

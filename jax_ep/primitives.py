@@ -1,8 +1,8 @@
 """The JAX primitives ep_plan, ep_dispatch and ep_combine.
 
-The only file that knows FFI target names, attributes, result shapes and the
-rules of differentiation and batching. dispatch and combine are linear in their
-rows and each is the other's transpose; the routing operands are integers.
+The only file that knows their FFI targets, attributes, result shapes and rules
+of differentiation and batching. dispatch and combine are linear in their rows
+and each is the other's transpose; the routing operands are integers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -22,10 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import native, xla_backend
 from jax_ep.primitive_rules import (
     SUMMABLE,
+    batch_rows,
     bind_rows,
     define,
     each_element,
     ffi_call,
+    integers_jvp,
     make_varying,
     varying,
     zero_tangent,
@@ -146,7 +147,7 @@ def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
 
 def _rows_abstract_eval(rows_of: Callable[[dict], int]):
     def abstract_eval(*avals, **params):
-        # Results vary as their leaf does: _bind_leaves made the leaf vary over
+        # Results vary as their leaf does: varying_operands made the leaf vary over
         # the routing's axes.
         return [
             leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
@@ -340,21 +341,6 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
     return [None] * NUM_ROUTING + result
 
 
-# Batching --------------------------------------------------------------------
-
-
-def _rows_batch(primitive: Primitive, args, dims, **params):
-    if any(d is not None for d in dims[:NUM_ROUTING]):
-        return each_element(primitive, args, dims, **params)
-    # One routing for the whole batch: the batch becomes part of the row.
-    leaves = [
-        leaf if d is None else jnp.moveaxis(leaf, d, 1)
-        for leaf, d in zip(args[NUM_ROUTING:], dims[NUM_ROUTING:], strict=True)
-    ]
-    outputs = primitive.bind(*args[:NUM_ROUTING], *leaves, **params)
-    return outputs, [None if d is None else 1 for d in dims[NUM_ROUTING:]]
-
-
 # Definitions -----------------------------------------------------------------
 # Not cacheable: every call gets a channel of its own.
 
@@ -363,18 +349,14 @@ def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
     primitive = define(name, _rows_abstract_eval(rows_of), lowering, cacheable=False)
     ad.primitive_jvps[primitive] = functools.partial(_rows_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_rows_transpose, other)
-    batching.primitive_batchers[primitive] = functools.partial(_rows_batch, primitive)
+    batching.primitive_batchers[primitive] = functools.partial(
+        batch_rows, primitive, NUM_ROUTING
+    )
     return primitive
 
 
-def _plan_jvp(primals, tangents, **params):
-    del tangents  # integers in, integers out
-    outputs = plan_p.bind(*primals, **params)
-    return outputs, [zero_tangent(out) for out in outputs]
-
-
 plan_p = define("ep_plan", _plan_abstract_eval, _plan_lowering, cacheable=False)
-ad.primitive_jvps[plan_p] = _plan_jvp
+ad.primitive_jvps[plan_p] = functools.partial(integers_jvp, plan_p)
 batching.primitive_batchers[plan_p] = functools.partial(each_element, plan_p)
 dispatch_p = _define_rows(
     "ep_dispatch", lambda p: p["capacity"], _dispatch_lowering, lambda: combine_p

@@ -9,10 +9,13 @@ import re
 import pytest
 from processes import run_script
 
+import jax_ep
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "benchmarks/README.md",
+    ROOT / "examples/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 DIRECTORIES = "jax_ep|cc|xla_ffi|tests|examples|benchmarks|docs|requirements"
@@ -46,12 +49,36 @@ def test_code_runs(name, tmp_path):
         assert done.stdout == output
 
 
+def test_every_public_name_has_an_example():
+    code = "\n".join(
+        block
+        for name in ("README.md", "docs/semantics.md")
+        for block in blocks(ROOT / name, "runs")
+    )
+    # What others make, users do not call.
+    made = {"Flight", "Plan"}
+    names = set(jax_ep.__all__) - made
+    assert not sorted(n for n in names if not re.search(rf"jax_ep\.{n}\(", code))
+
+
+def _exists(target, path):
+    """Whether a link of the document at `path` leads to a file and a heading."""
+    name, _, anchor = target.partition("#")
+    file = path.parent / name if name else path
+    if not file.exists():
+        return False
+    headings = (
+        re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else ()
+    )
+    slugs = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+    return not anchor or anchor in slugs
+
+
 @on_each_document
 def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\(([^)\s]+)\)", path.read_text())
-    files = {t.partition("#")[0] for t in targets if "://" not in t}
-    gone = sorted(t for t in files if t and not (path.parent / t).exists())
-    assert not gone
+    gone = {t for t in targets if "://" not in t and not _exists(t, path)}
+    assert not sorted(gone)
 
 
 @on_each_document

@@ -18,7 +18,7 @@ import launch
 import numpy as np
 import on_device
 from jax import lax
-from process_program import fails, leave, on_ranks, put, say
+from process_program import fails, leave, on_ranks, put, say, there_and_back
 
 import jax_ep
 from jax_ep import bootstrap
@@ -44,16 +44,6 @@ def inputs(comm, columns=24):
     ids = np.stack([rank, (rank + 1) % comm.num_ranks], -1).astype(np.int32)
     x = (token[:, None] * 5 + np.arange(columns) % 7).astype(np.float32)
     return put(comm, ids), put(comm, x)
-
-
-def there_and_back(comm):
-    """x -> 2 x."""
-
-    def body(ids, x):
-        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
-        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
-
-    return on_ranks(comm, body)
 
 
 def assert_times(out, factor, x):

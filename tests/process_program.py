@@ -209,7 +209,7 @@ def random_delays(steps):
 
 
 def other_operation():
-    """Rank 0 dispatches where the others combine."""
+    """Ranks 0 and 1 dispatch where the others combine."""
     comm = communicator(3.0)
     ids, x = inputs(comm)
 

@@ -145,24 +145,16 @@ ffi::ErrorOr<std::unique_ptr<CudaStartSite>> InstantiateStart(
 
 ffi::ErrorOr<std::unique_ptr<CudaDoneSite>> InstantiateDone(
     ffi::Dictionary attributes) {
-  const auto comm = attributes.get<int64_t>("comm");
-  const auto channel = attributes.get<int64_t>("channel");
-  if (comm.has_error()) return ffi::Unexpected(comm.error());
-  if (channel.has_error()) return ffi::Unexpected(channel.error());
-  std::shared_ptr<CudaCommunicator> communicator =
-      Registry<CudaCommunicator>::Get().Find(*comm);
-  if (communicator == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      UnknownCommunicator(*comm, "cuda")));
-  }
-  std::shared_ptr<CudaFlights> flights = FlightsOf(*communicator);
+  const auto site = ReadSite<CudaCommunicator>(attributes, "cuda");
+  if (site.has_error()) return ffi::Unexpected(site.error());
+  std::shared_ptr<CudaFlights> flights = FlightsOf(*site->communicator);
   if (flights->status() != cudaSuccess) {
     return ffi::Unexpected(Failed("done", flights->status()));
   }
   return std::make_unique<CudaDoneSite>(CudaDoneSite{
-      .communicator = std::move(communicator),
+      .communicator = site->communicator,
       .flights = std::move(flights),
-      .channel = static_cast<uint32_t>(*channel),
+      .channel = static_cast<uint32_t>(site->channel),
   });
 }
 
@@ -211,7 +203,7 @@ ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
 }
 
 // Whether a flight works on just these buffers. `in` holds the arriving leaves,
-// the departing ones and the token.
+// the departing ones and the signal.
 bool IsOf(const CudaFlight& flight, const Routing& routing,
           const ffi::RemainingArgs& in, const ffi::RemainingRets& out) {
   const RowParams& rows = flight.rows;

@@ -67,34 +67,6 @@ ffi::Error Invalid(std::string message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message));
 }
 
-ffi::ErrorOr<std::unique_ptr<CudaCallSite>> Instantiate(
-    ffi::Dictionary attributes) {
-  const auto comm = attributes.get<int64_t>("comm");
-  const auto channel = attributes.get<int64_t>("channel");
-  if (comm.has_error()) return ffi::Unexpected(comm.error());
-  if (channel.has_error()) return ffi::Unexpected(channel.error());
-  std::shared_ptr<CudaCommunicator> communicator =
-      Registry<CudaCommunicator>::Get().Find(*comm);
-  if (communicator == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      UnknownCommunicator(*comm, "cuda")));
-  }
-  const auto number = static_cast<uint32_t>(*channel);
-  const ControlSlots::Site site =
-      communicator->has_other_processes
-          ? communicator->slots.Take(number)
-          : ControlSlots::Site{
-                .slot = static_cast<int32_t>(communicator->num_sites++ %
-                                             ControlLayout::kFlightSlot),
-                .instance = 0};
-  return std::make_unique<CudaCallSite>(CudaCallSite{
-      .communicator = std::move(communicator),
-      .slot = site.slot,
-      .channel = number,
-      .instance = site.instance,
-  });
-}
-
 // What ranks compare before rows move: they must be in the same operation of
 // the same program, with the same sizes.
 class Tag {
@@ -340,7 +312,23 @@ ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
 
 ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
     ffi::Dictionary attributes) {
-  return Instantiate(std::move(attributes));
+  const auto read = ReadSite<CudaCommunicator>(attributes, "cuda");
+  if (read.has_error()) return ffi::Unexpected(read.error());
+  const std::shared_ptr<CudaCommunicator>& communicator = read->communicator;
+  const auto channel = static_cast<uint32_t>(read->channel);
+  const ControlSlots::Site site =
+      communicator->has_other_processes
+          ? communicator->slots.Take(channel)
+          : ControlSlots::Site{
+                .slot = static_cast<int32_t>(communicator->num_sites++ %
+                                             ControlLayout::kFlightSlot),
+                .instance = 0};
+  return std::make_unique<CudaCallSite>(CudaCallSite{
+      .communicator = communicator,
+      .slot = site.slot,
+      .channel = channel,
+      .instance = site.instance,
+  });
 }
 
 ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site, int32_t ordinal,
@@ -370,7 +358,7 @@ int64_t NumHandlerCalls() {
   return num_handler_calls.load(std::memory_order_relaxed);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpInstantiate, Instantiate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpInstantiate, MakeCallSite,
                               ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpPlan, Plan,

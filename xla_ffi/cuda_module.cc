@@ -157,6 +157,7 @@ NB_MODULE(_cuda, m) {
         [](int32_t num_ranks) { return ControlLayout(num_ranks).size(); });
   m.def("self_test", &SelfTest, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>());
+  m.attr("architectures") = Architectures();
   m.attr("max_regions") = kMaxRegions;
   m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
         nb::arg("num_channels"), nb::arg("num_ranks"));

@@ -21,20 +21,12 @@ HostCommunicator::~HostCommunicator() {
 
 ffi::ErrorOr<std::unique_ptr<HostCallSite>> InstantiateHostCall(
     const char* op, ffi::Dictionary attributes) {
-  const auto comm = attributes.get<int64_t>("comm");
-  const auto channel = attributes.get<int64_t>("channel");
-  if (comm.has_error()) return ffi::Unexpected(comm.error());
-  if (channel.has_error()) return ffi::Unexpected(channel.error());
-  std::shared_ptr<HostCommunicator> communicator =
-      Registry<HostCommunicator>::Get().Find(*comm);
-  if (communicator == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      UnknownCommunicator(*comm, "cpu")));
-  }
+  const auto site = ReadSite<HostCommunicator>(attributes, "cpu");
+  if (site.has_error()) return ffi::Unexpected(site.error());
   return std::make_unique<HostCallSite>(
-      std::move(communicator),
-      std::string(op) + " (channel " + std::to_string(*channel) + ")",
-      *channel);
+      site->communicator,
+      std::string(op) + " (channel " + std::to_string(site->channel) + ")",
+      site->channel);
 }
 
 ffi::Future Failed(const std::string& message) {

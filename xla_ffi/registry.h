@@ -12,6 +12,8 @@
 #include <string>
 #include <utility>
 
+#include "xla/ffi/api/ffi.h"
+
 namespace jax_ep {
 
 // What an unknown id means to the user.
@@ -55,6 +57,30 @@ class Registry {
   std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<Communicator>> communicators_;
 };
+
+// What the attributes of a call site say.
+template <typename Communicator>
+struct SiteAttributes {
+  std::shared_ptr<Communicator> communicator;
+  int64_t channel;
+};
+
+template <typename Communicator>
+xla::ffi::ErrorOr<SiteAttributes<Communicator>> ReadSite(
+    xla::ffi::Dictionary attributes, const char* platform) {
+  const auto comm = attributes.get<int64_t>("comm");
+  const auto channel = attributes.get<int64_t>("channel");
+  if (comm.has_error()) return xla::ffi::Unexpected(comm.error());
+  if (channel.has_error()) return xla::ffi::Unexpected(channel.error());
+  std::shared_ptr<Communicator> communicator =
+      Registry<Communicator>::Get().Find(*comm);
+  if (communicator == nullptr) {
+    return xla::ffi::Unexpected(
+        xla::ffi::Error(xla::ffi::ErrorCode::kFailedPrecondition,
+                        UnknownCommunicator(*comm, platform)));
+  }
+  return SiteAttributes<Communicator>{std::move(communicator), *channel};
+}
 
 }  // namespace jax_ep
 
