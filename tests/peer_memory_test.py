@@ -118,6 +118,7 @@ class Driver(types.ModuleType):
         return (self._answer("cuCtxSynchronize"),)
 
     def cuMemFree(self, address):
+        assert self.current, "the driver would say INVALID_CONTEXT"
         del self.memory[int(address)]
         return (self._answer("cuMemFree", address),)
 
