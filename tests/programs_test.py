@@ -377,8 +377,11 @@ class TestManyCalls:
         def work(seed):
             x, idx = numbers(seed, ranks * TOKENS, HIDDEN), routing(seed, ranks)
             expected = expected_round_trip(x, idx, ranks)
-            for out in [f(*put((x, idx))) for _ in range(30)]:
-                same(out, expected)
+            # Before jax 0.12 XLA may hang with more than 32 CPU programs started
+            # and not awaited: three threads have 24.
+            for _ in range(4):
+                for out in [f(*put((x, idx))) for _ in range(8)]:
+                    same(out, expected)
 
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             list(pool.map(work, range(6)))
