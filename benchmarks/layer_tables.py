@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 from operations import Operation
+from options import with_options
 from report import Report
 from stopwatch import Stopwatch
 from timing import AXIS, Chain, Stats
@@ -47,12 +47,7 @@ class Tables:
 
     def workload(self, make: Callable[[int], Workload]) -> Workload:
         """The default for these devices, with what the command line changes."""
-        o = self.options
-        given = {"num_tokens": o.T, "hidden": o.H, "top_k": o.K, "num_experts": o.E}
-        given |= {"routing": o.routing}
-        return dataclasses.replace(
-            make(len(self.devices)), **{k: v for k, v in given.items() if v is not None}
-        )
+        return with_options(make(len(self.devices)), self.options)
 
     def measured(
         self,

@@ -23,8 +23,8 @@ import fused_rows
 import jax
 import whole_layers
 from layer_tables import Tables
+from options import choose_platform, devices_of, positive
 from options import parser as common_parser
-from options import positive
 from report import FAILURES, machine
 from timing import AXIS
 
@@ -42,15 +42,12 @@ TABLES = {
 def main() -> int:
     """The exit status is 1 if a line of ours failed or was wrong."""
     options = _parse()
-    if options.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.ranks or 8)
+    choose_platform(options)
     if options.pallas:
         jax.config.update("jax_ragged_dot_use_gpu_pallas_triton_lowering", True)
-    devices = jax.devices()
-    run = Tables(options, devices[: options.ranks or len(devices)])
+    run = Tables(options, devices_of(options))
     run.report.record("run", **machine(run.devices))
-    kind = devices[0].device_kind
+    kind = run.devices[0].device_kind
     run.report.say(f"{len(run.devices)} x {kind}, jax {jax.__version__}")
     with jax_ep.Communicator(run.mesh, AXIS, backend=run.native) as comm:
         for name, table in TABLES.items():
