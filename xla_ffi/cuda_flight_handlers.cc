@@ -299,44 +299,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpStartInstantiate, InstantiateStart,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDoneInstantiate, InstantiateDone,
                               ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchStart, DispatchStart,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaStartSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
+                              BindRows<CudaStartSite>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaStartSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
+                              BindRows<CudaStartSite>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaDoneSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
+                              BindRows<CudaDoneSite>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineDone, CombineDone,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaDoneSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
+                              BindRows<CudaDoneSite>());
 
 }  // namespace jax_ep

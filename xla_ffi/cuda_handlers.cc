@@ -379,27 +379,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
         .Attrs(),
     {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaCallSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch, BindRows<CudaCallSite>(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaCallSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine, BindRows<CudaCallSite>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpDispatchPermute, DispatchPermute,

@@ -2,6 +2,8 @@
 #ifndef JAX_EP_XLA_FFI_CUDA_HANDLERS_H_
 #define JAX_EP_XLA_FFI_CUDA_HANDLERS_H_
 
+#include <cuda_runtime_api.h>
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -70,6 +72,22 @@ struct Routing {
   const xla::ffi::BufferR0<xla::ffi::S32>& num_recv;
   const xla::ffi::BufferR1<xla::ffi::S32>& recv_src;
 };
+
+// What dispatch, combine and their halves bind: the routing, then the leaves.
+// `Site` is the state of the call site.
+template <typename Site>
+auto BindRows() {
+  namespace ffi = xla::ffi;
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<Site>>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::BufferR3<ffi::S32>>()  // routes
+      .template Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+      .template Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+      .RemainingArgs()
+      .RemainingRets();
+}
 
 // For handlers in other files: the state of a new call site, and what the
 // kernels get. Results after the leaves are not looked at.

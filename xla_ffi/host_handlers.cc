@@ -222,6 +222,20 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   });
 }
 
+// What dispatch and combine bind: the routing, then the leaves.
+auto BindRows() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<HostCallSite>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::BufferR3<ffi::S32>>()  // routes
+      .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
+      .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
+      .RemainingArgs()
+      .RemainingRets();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -237,27 +251,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     },
     ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<HostCallSite>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<HostCallSite>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch, BindRows());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine, BindRows());
 
 }  // namespace jax_ep
