@@ -11,6 +11,7 @@ import time
 
 import launch
 import pytest
+from training import train
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 
@@ -114,6 +115,20 @@ def test_operations_between_processes(variables, staging, tmp_path):
     counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]
     assert len(set(counts)) == 1
     assert int(counts[0]) > 30
+
+
+def test_example_has_the_losses_of_one_process(tmp_path):
+    """Same batches, same model, one group of two GPUs: 2 processes, and 1."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    variables = {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible),
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    one = train("train_moe_lm.py", out=tmp_path / "one", **variables)
+    options = ("--processes=2", "--backend=cuda")
+    two = train("multi_process.py", *options, out=tmp_path / "two", **variables)
+    assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.gpu(count=4)

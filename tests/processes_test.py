@@ -3,7 +3,6 @@ processes that are killed, stopped, delayed and misused.
 """
 
 import contextlib
-import csv
 import os
 import re
 import signal
@@ -14,7 +13,8 @@ import time
 
 import launch
 import pytest
-from processes import run_script
+import training
+from training import train
 
 # JAX's own messages to stderr are not ours to judge; errors are.
 pytestmark = pytest.mark.timeout(600)
@@ -205,40 +205,20 @@ def test_fork_after_set_up(tmp_path):
 
 # The example -------------------------------------------------------------------
 
-EXAMPLES = launch.HERE.parent / "examples"
 PORTS = 61440  # JAX takes one of the 4096 from here on, by the number of the job
 # NPROC: XLA's pool on few cores, before jax 0.12.
-TRAINING = ("--batch=8", "--steps=3")
-ENVIRONMENT = {"NPROC": "16"}
-
-
-def read_losses(out):
-    with (out / "loss.csv").open(newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
-
-
-def train(program, *arguments, out):
-    """Runs an example; returns its losses."""
-    done = run_script(
-        str(EXAMPLES / program),
-        *TRAINING,
-        *arguments,
-        f"--out={out}",
-        timeout=400,
-        **ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_losses(out)
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "16"}
 
 
 @pytest.fixture(scope="module")
 def losses_of_one_process(tmp_path_factory):
-    return train("train_moe_lm.py", out=tmp_path_factory.mktemp("one"))
+    out = tmp_path_factory.mktemp("one")
+    return train("train_moe_lm.py", out=out, **ENVIRONMENT)
 
 
 def test_example_has_the_losses_of_one_process(losses_of_one_process, tmp_path):
     """Same batches, same model, same groups: 2 processes, and 1."""
-    losses = train("multi_process.py", "--processes=2", out=tmp_path)
+    losses = train("multi_process.py", "--processes=2", out=tmp_path, **ENVIRONMENT)
     assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
 
 
@@ -299,12 +279,12 @@ def test_example_under_a_cluster(cluster, losses_of_one_process, tmp_path):
     """JAX finds the processes by what Slurm or Open MPI put into the environment."""
     job = job_with_a_free_port()
     with Cluster(
-        EXAMPLES / "multi_process.py",
+        training.EXAMPLES / "multi_process.py",
         tmp_path,
-        [*TRAINING, "--cpu-devices=4", f"--out={tmp_path}"],
+        [*training.OPTIONS, "--cpu-devices=4", f"--out={tmp_path}"],
         [cluster(process, job) for process in range(2)],
     ) as running:
         (log, _) = running.wait(500)
     assert "4 ranks in 2 processes" in log
-    losses = read_losses(tmp_path)
+    losses = training.read_losses(tmp_path)
     assert losses == pytest.approx(losses_of_one_process, rel=1e-5)
