@@ -68,12 +68,15 @@ using DispatchParams = RowParams;
 // Leaves [C, ...] -> [T, ...].
 using CombineParams = RowParams;
 
+// Takes the way of LaunchPushedPlan where PushedPlan in cc/layout.h says so.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
+cudaError_t LaunchPushedPlan(const PlanParams& params, cudaStream_t stream);
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
 
 // The kernels themselves, for loading them ahead of the first launch.
 const void* PlanKernelAddress();
+const void* PushedPlanKernelAddress();
 const void* DispatchKernelAddress();
 const void* CombineKernelAddress();
 

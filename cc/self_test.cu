@@ -183,6 +183,10 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
                         cudaMemcpyHostToDevice, stream));
   check(cudaMemcpyAsync(b.in, in.data(), in.size() * sizeof(float),
                         cudaMemcpyHostToDevice, stream));
+  // A plan in a slot without windows goes the general way.
+  PlanParams general = b.plan;
+  general.op.slot = ControlLayout::kPlanSlots;
+  if (status == cudaSuccess) check(LaunchPlan(general, stream));
   if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
   if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
   if (status == cudaSuccess) check(LaunchCombine(b.combine, stream));
@@ -252,9 +256,10 @@ std::string SelfTest(int ordinal) {
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
   kernels.insert(
       kernels.end(),
-      {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress(),
-       DispatchPermuteKernelAddress(), PermuteKernelAddress(),
-       UnpermuteKernelAddress(), RowDotsKernelAddress()});
+      {PlanKernelAddress(), PushedPlanKernelAddress(), DispatchKernelAddress(),
+       CombineKernelAddress(), DispatchPermuteKernelAddress(),
+       PermuteKernelAddress(), UnpermuteKernelAddress(),
+       RowDotsKernelAddress()});
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;

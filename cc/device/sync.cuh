@@ -37,11 +37,13 @@ struct Control {
       : op(operation),
         name(operation_name),
         layout(operation.view.num_ranks),
-        epoch(*reinterpret_cast<volatile uint32_t*>(Slot(operation.view.rank) +
-                                                    layout.epoch) +
-              1) {
-    // Words that nobody has written yet hold epoch 0, so none is called that.
-    if (epoch == 0) epoch = 1;
+        epoch(After(*reinterpret_cast<volatile uint32_t*>(
+            Slot(operation.view.rank) + layout.epoch))) {}
+
+  // Words that nobody has written yet hold epoch 0, so none is called that; odd
+  // and even epochs take turns.
+  static __device__ uint32_t After(uint32_t last) {
+    return last == 0xFFFFFFFF ? 2 : last + 1;
   }
 
   __device__ int32_t rank() const { return op.view.rank; }
