@@ -6,9 +6,9 @@
 // lowered once and called twice) the order in which XLA instantiates them. So
 // programs share slots, which is right because a device runs one program after
 // the other, in the same order everywhere; sites of one program have slots of
-// their own while it has fewer channels than half the slots of their kind (plans
-// have some of their own, with windows) and as many repeated sites. Flights have
-// a slot beside them.
+// their own while it has fewer channels than half the slots of their kind
+// (plans have some of their own, with windows) and as many repeated sites.
+// Flights have a slot beside them.
 #ifndef JAX_EP_CC_CONTROL_SLOTS_H_
 #define JAX_EP_CC_CONTROL_SLOTS_H_
 

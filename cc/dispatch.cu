@@ -20,6 +20,7 @@
 
 #include "cc/device/bulk.cuh"
 #include "cc/device/bulk_mover.cuh"
+#include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -185,9 +186,134 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   }
 }
 
+// Where tokens are few. The results are those of DispatchKernel, and so are the
+// words that ranks exchange.
+//
+// Launch: view.num_sms blocks of kRowThreads.
+// Roles:  as above, but that a warp moves its pieces to all of their targets,
+//         the peers' first, and loads them while the peers' addresses travel.
+// Order:  an address is published relaxed: it says that earlier kernels are
+//         done with the buffer, which they are when this one starts, and passes
+//         on nothing that they wrote.
+
+// Called by all threads of block 0.
+__device__ void PublishFree(const DispatchParams& params,
+                            const Control& control) {
+  const int32_t words = 1 + 2 * params.num_leaves;
+  for (int32_t i = threadIdx.x; i < control.num_ranks() * words;
+       i += kRowThreads) {
+    const int32_t peer = i / words;
+    const int32_t word = i % words;
+    uint32_t payload = control.op.tag;
+    if (word > 0) {
+      const Leaf& leaf = params.leaves[(word - 1) / 2];
+      const auto address = reinterpret_cast<uint64_t>(
+          Published(control, leaf.out, leaf.exported));
+      payload = static_cast<uint32_t>(word % 2 == 1 ? address : address >> 32);
+    }
+    ptx::StoreRelaxedSys(control.Ready(peer, control.rank()) + word,
+                         control.Word(payload));
+  }
+}
+
+struct Piece {
+  uint4 units[kPieceUnits];
+  int2 route;
+};
+
+__device__ __forceinline__ void LoadPiece(const FewParams& few,
+                                          const PieceAt& at, Piece& piece) {
+  piece.route = {-1, -1};
+  if (!at.Exists(few)) return;
+  const Leaf& leaf = few.rows.leaves[at.leaf];
+  const PieceCut& cut = few.cuts[at.leaf];
+  const int32_t token = cut.TokenOf(at.item);
+  piece.route = RouteOf(few.rows, token);
+  const int32_t begin = (at.item - token * cut.parts) * cut.share;
+  const int32_t end = min(begin + cut.share, cut.row_units);
+  const auto* from =
+      reinterpret_cast<const uint4*>(leaf.in + token * leaf.row_bytes);
+#pragma unroll
+  for (int i = 0; i < kPieceUnits; ++i) {
+    const int32_t unit = begin + i * kWarpSize + threadIdx.x % kWarpSize;
+    if (unit < end) piece.units[i] = LoadUnit(from + unit);
+  }
+}
+
+__device__ __forceinline__ void StorePiece(const FewParams& few,
+                                           std::byte* const* outputs,
+                                           const PieceAt& at,
+                                           const Piece& piece) {
+  const Leaf& leaf = few.rows.leaves[at.leaf];
+  const PieceCut& cut = few.cuts[at.leaf];
+  const int32_t token = cut.TokenOf(at.item);
+  const int32_t part = at.item - token * cut.parts;
+  const uint64_t target = RowAt(few.rows, outputs, at.leaf, piece.route);
+  const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
+  const uint32_t here = __ballot_sync(
+      kAllLanes, target != 0 && piece.route.x == few.rows.op.view.rank);
+  if (cut.row_units == 0 || OrOverWarp(target) % 16 != 0) {
+    CopyRow(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
+            part, cut.parts);
+    return;
+  }
+  const int32_t begin = part * cut.share;
+  const int32_t end = min(begin + cut.share, cut.row_units);
+  const auto store = [&](uint32_t left) {
+    for (; left != 0; left &= left - 1) {
+      uint4* to = reinterpret_cast<uint4*>(AddressOf(target, __ffs(left) - 1));
+#pragma unroll
+      for (int i = 0; i < kPieceUnits; ++i) {
+        const int32_t unit = begin + i * kWarpSize + threadIdx.x % kWarpSize;
+        if (unit < end) StoreUnit(to + unit, piece.units[i]);
+      }
+    }
+  };
+  store(targets & ~here);
+  store(here);
+}
+
+__global__ void __launch_bounds__(kRowThreads, 1)
+    FewDispatchKernel(const __grid_constant__ FewParams few) {
+  __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
+  const DispatchParams& params = few.rows;
+  const Control control(params.op, "dispatch");
+  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  PieceAt at = PieceAt::First(few, workers);
+  PieceAt next_at = at.Next(few, workers);
+  Piece piece, next;
+  LoadPiece(few, at, piece);
+  if (blockIdx.x == 0) PublishFree(params, control);
+  LoadPiece(few, next_at, next);
+  const bool staged = WaitReady(control, outputs, params.num_leaves);
+  while (at.Exists(few)) {
+    StorePiece(few, outputs, at, piece);
+    at = next_at;
+    piece = next;
+    next_at = next_at.Next(few, workers);
+    LoadPiece(few, next_at, next);
+  }
+  ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
+                 int64_t{gridDim.x} * kRowThreads);
+  if (staged) MoveStaged(params, control, outputs);
+  if (IsLastBlock(control)) {
+    CloseWithPeers(control);
+    if (staged) EndStaged(control);
+    AdvanceEpoch(control);
+  }
+}
+
 }  // namespace
 
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
+  FewParams few;
+  if (!CutFew(params, few)) return LaunchGeneralDispatch(params, stream);
+  FewDispatchKernel<<<params.op.view.num_sms, kRowThreads, 0, stream>>>(few);
+  return cudaPeekAtLastError();
+}
+
+cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
+                                  cudaStream_t stream) {
   DispatchKernel<<<params.op.view.num_sms, kRowThreads,
                    params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
       params);
@@ -196,6 +322,10 @@ cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
 
 const void* DispatchKernelAddress() {
   return reinterpret_cast<const void*>(&DispatchKernel);
+}
+
+const void* FewDispatchKernelAddress() {
+  return reinterpret_cast<const void*>(&FewDispatchKernel);
 }
 
 }  // namespace jax_ep

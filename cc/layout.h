@@ -110,8 +110,8 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 
 // Control memory of one rank: kSlots control slots, one for each call site in
 // flight, the first kPlanSlots of them for plans, which have two windows each
-// behind all slots. Words written by peers hold (epoch << 32 | payload), so that they are
-// never reset. A slot is cut as
+// behind all slots. Words written by peers hold (epoch << 32 | payload), so
+// that they are never reset. A slot is cut as
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
 //   ticket    u32, parts of the running operation that blocks have taken
@@ -158,7 +158,7 @@ struct ControlLayout {
         windows(kSlots * slot_bytes),
         window_counts(num_ranks > 1 ? PushedPlan::kIdWords * 8 : 0),
         window_tags(window_counts +
-                        int64_t{PushedPlan::CountWords(num_ranks)} * 8),
+                    int64_t{PushedPlan::CountWords(num_ranks)} * 8),
         window_bytes((window_tags + num_ranks * 8 + 127) / 128 * 128) {}
 
   // Of a plan's slot at this epoch.

@@ -188,7 +188,12 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
   general.op.slot = ControlLayout::kPlanSlots;
   if (status == cudaSuccess) check(LaunchPlan(general, stream));
   if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
+  // Rows go there and back by the kernels for few tokens and by the others.
   if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
+  if (status == cudaSuccess) check(LaunchGeneralCombine(b.combine, stream));
+  RowParams again = b.dispatch;
+  again.leaves[0].in = reinterpret_cast<const std::byte*>(b.out);
+  if (status == cudaSuccess) check(LaunchGeneralDispatch(again, stream));
   if (status == cudaSuccess) check(LaunchCombine(b.combine, stream));
   if (status == cudaSuccess) check(LaunchExpertRows(b.expert_rows, stream));
   if (status == cudaSuccess) {
@@ -254,12 +259,12 @@ std::string SelfTest(int ordinal) {
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
-  kernels.insert(
-      kernels.end(),
-      {PlanKernelAddress(), PushedPlanKernelAddress(), DispatchKernelAddress(),
-       CombineKernelAddress(), DispatchPermuteKernelAddress(),
-       PermuteKernelAddress(), UnpermuteKernelAddress(),
-       RowDotsKernelAddress()});
+  kernels.insert(kernels.end(),
+                 {PlanKernelAddress(), PushedPlanKernelAddress(),
+                  DispatchKernelAddress(), FewDispatchKernelAddress(),
+                  CombineKernelAddress(), FewCombineKernelAddress(),
+                  DispatchPermuteKernelAddress(), PermuteKernelAddress(),
+                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;

@@ -325,9 +325,9 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
   const ControlSlots::Site site =
       communicator->has_other_processes
           ? communicator->slots.Take(kind, channel)
-          : ControlSlots::Site{.slot = kind.first + static_cast<int32_t>(
-                                                        sites++ % kind.count),
-                               .instance = 0};
+          : ControlSlots::Site{
+                .slot = kind.first + static_cast<int32_t>(sites++ % kind.count),
+                .instance = 0};
   return std::make_unique<CudaCallSite>(CudaCallSite{
       .communicator = communicator,
       .slot = site.slot,
