@@ -5,7 +5,9 @@
 // Roles:  block 0 publishes the addresses of this rank's outputs. One in R
 //         blocks moves the rows that stay on this rank, the others those that
 //         go to peers: a multiprocessor stores local rows no faster than the
-//         link takes remote ones, and they must not take turns. Of the warps,
+//         link takes remote ones, and they must not take turns. Where routing
+//         is skewed, shares are by rows; where all rows are of one kind, each
+//         block moves both. Of the warps,
 //         the first kBulkWarps move rows by bulk copies through shared memory;
 //         the others zero the empty slots, then move what bulk copies cannot.
 //         Rows for buffers out of reach follow through staging memory
@@ -38,11 +40,36 @@ struct Role {
   int32_t blocks;
 };
 
-__device__ Role RoleOf(int32_t num_ranks) {
+// The rank of one of kRowThreads routes spread over all tokens, or -1; the
+// thread's sample of where rows go.
+__device__ int32_t SampledRank(const DispatchParams& params) {
+  static_assert(kRowThreads == 512);
+  const int64_t token = params.num_tokens * threadIdx.x >> 9;
+  if (token >= params.num_tokens) return -1;
+  const int64_t route =
+      token * params.routes_per_token + threadIdx.x % params.routes_per_token;
+  return __ldg(reinterpret_cast<const int2*>(params.routes) + route).x;
+}
+
+// Shares blocks by the number of ranks, unless a sample says that this would
+// take half as long again as shares by rows: every call alike, so that chance
+// in a sample does not cost a block. Called by all threads of a block; equal in
+// all blocks of a launch.
+__device__ Role RoleOf(const Control& control, int32_t sampled) {
   const int32_t blocks = gridDim.x;
   const int32_t block = blockIdx.x;
-  if (num_ranks == 1 || blocks == 1) return {true, true, block, blocks};
-  const int32_t local = max(1, blocks / num_ranks);
+  if (control.num_ranks() == 1 || blocks == 1) {
+    return {true, true, block, blocks};
+  }
+  const int32_t here = __syncthreads_count(sampled == control.rank());
+  const int32_t all = __syncthreads_count(sampled >= 0);
+  // Rows of one kind, as far as one can see.
+  if (all > 0 && (here == 0 || here == all)) return {true, true, block, blocks};
+  int32_t local = max(1, blocks / control.num_ranks());
+  if (2 * here * blocks > 3 * local * all ||
+      2 * (all - here) * blocks > 3 * (blocks - local) * all) {
+    local = min(max((blocks * here + all / 2) / all, 1), blocks - 1);
+  }
   if (block < local) return {true, false, block, local};
   return {false, true, block - local, blocks - local};
 }
@@ -154,9 +181,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
+  const int32_t sampled = SampledRank(params);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
 
-  const Role role = RoleOf(control.num_ranks());
+  const Role role = RoleOf(control, sampled);
   const uint32_t bulk_leaves = BulkLeaves(params, outputs);
   const int32_t warp = threadIdx.x / kWarpSize;
   const int32_t bulk_warps = bulk_leaves != 0 ? kBulkWarps : 0;
