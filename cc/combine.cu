@@ -287,10 +287,10 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
       });
     }
   }
-  if (staged) MoveStaged(params, control, inputs, staged_leaves);
+  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }
@@ -355,6 +355,15 @@ __device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
   }
 }
 
+// What units of 16 bytes cannot load, and sums of more rows. Out of line:
+// pieces keep their registers.
+template <typename T, typename Wide>
+__device__ __noinline__ void SumPart(uint64_t source, uint32_t sources,
+                                     std::byte* out, int64_t row_bytes,
+                                     int32_t part, int32_t parts) {
+  SumRow<T, Wide>(source, sources, out, row_bytes, part, parts);
+}
+
 template <typename T, typename Wide>
 __device__ void SumFew(const FewParams& few, std::byte* const* inputs,
                        const PieceAt& at, int2 route) {
@@ -367,7 +376,7 @@ __device__ void SumFew(const FewParams& few, std::byte* const* inputs,
   const int32_t count = __popc(sources);
   std::byte* out = leaf.out + token * leaf.row_bytes;
   if (count > 8 || cut.row_units == 0 || OrOverWarp(source) % 16 != 0) {
-    SumRow<T, Wide>(source, sources, out, leaf.row_bytes, part, cut.parts);
+    SumPart<T, Wide>(source, sources, out, leaf.row_bytes, part, cut.parts);
     return;
   }
   const int32_t begin = part * cut.share;
@@ -416,10 +425,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
       SumFew<decltype(element), decltype(wide)>(few, inputs, now, route);
     });
   }
-  if (staged) MoveStaged(params, control, inputs, staged_leaves);
+  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }

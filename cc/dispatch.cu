@@ -206,10 +206,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         params, role, outputs, bulk_leaves,
         WarpsOf(role.block, role.blocks, bulk_warps, kRowWarps - bulk_warps));
   }
-  if (staged) MoveStaged(params, control, outputs);
+  if (staged) MoveStaged(params, Control(control), outputs);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }
@@ -268,6 +268,13 @@ __device__ __forceinline__ void LoadPiece(const FewParams& few,
   }
 }
 
+// What units of 16 bytes cannot move. Out of line: pieces keep their registers.
+__device__ __noinline__ void CopyPart(const std::byte* in, uint64_t target,
+                                      uint32_t targets, int64_t row_bytes,
+                                      int32_t part, int32_t parts) {
+  CopyRow(in, target, targets, row_bytes, part, parts);
+}
+
 __device__ __forceinline__ void StorePiece(const FewParams& few,
                                            std::byte* const* outputs,
                                            const PieceAt& at,
@@ -281,8 +288,8 @@ __device__ __forceinline__ void StorePiece(const FewParams& few,
   const uint32_t here = __ballot_sync(
       kAllLanes, target != 0 && piece.route.x == few.rows.op.view.rank);
   if (cut.row_units == 0 || OrOverWarp(target) % 16 != 0) {
-    CopyRow(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
-            part, cut.parts);
+    CopyPart(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
+             part, cut.parts);
     return;
   }
   const int32_t begin = part * cut.share;
@@ -323,10 +330,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   }
   ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
                  int64_t{gridDim.x} * kRowThreads);
-  if (staged) MoveStaged(params, control, outputs);
+  if (staged) MoveStaged(params, Control(control), outputs);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "cc/element.h"
 #include "cc/layout.h"
@@ -81,7 +82,7 @@ cudaError_t LaunchGeneralCombine(const CombineParams& params,
 
 // The kernels themselves, for loading them ahead of the first launch.
 const void* PlanKernelAddress();
-const void* PushedPlanKernelAddress();
+std::vector<const void*> PushedPlanKernelAddresses();
 const void* DispatchKernelAddress();
 const void* FewDispatchKernelAddress();
 const void* CombineKernelAddress();

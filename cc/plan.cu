@@ -332,12 +332,13 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   if (IsLastBlock(control)) {
     if (staged) {
-      MoveStaged(params, control, scratch.peers, scratch.received_rows);
+      MoveStaged(params, Control(control), scratch.peers,
+                 scratch.received_rows);
       // Its teams end apart, and `done` says that all rings are drained.
       __syncthreads();
     }
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     planner.WriteExpertCounts();
     AdvanceEpoch(control);
   }

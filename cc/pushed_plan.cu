@@ -29,6 +29,8 @@
 // parts have been taken, each by a block that pushes it before it waits.
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "cc/device/plan.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -172,26 +174,44 @@ struct Planner {
     return comes;
   }
 
-  __device__ Ids OwnIds(int32_t token) const;
-  __device__ Ids AwaitIds(int32_t source, int32_t token) const;
-  __device__ uint32_t Await(const uint64_t* word, const char* step,
-                            int32_t peer) const;
-  __device__ void Waited(uint64_t since, const char* step, int32_t peer,
-                         uint64_t seen) const;
-  __device__ void CountWarp(const Ids& ids, int32_t c) const;
-  __device__ void CountPart(int32_t part, bool push) const;
-  __device__ int32_t TakePart(int32_t taken) const;
-  __device__ void LearnSlots(int32_t part) const;
-  __device__ void WritePart(int32_t part) const;
-  __device__ void WriteRow(int32_t source, int32_t token, int32_t slot,
-                           const Ids& ids) const;
-  __device__ void WriteRoutes(int32_t part) const;
-  __device__ void WriteExpertCounts() const;
-  __device__ void Run() const;
+  __device__ __forceinline__ Ids OwnIds(int32_t token) const;
+  __device__ __forceinline__ Ids AwaitIds(int32_t source, int32_t token) const;
+  __device__ __forceinline__ uint32_t Await(const uint64_t* word,
+                                            const char* step,
+                                            int32_t peer) const;
+  __device__ __forceinline__ void CountWarp(const Ids& ids, int32_t c) const;
+  __device__ __forceinline__ void CountPart(int32_t part, bool push) const;
+  __device__ __forceinline__ int32_t TakePart(int32_t taken) const;
+  __device__ __forceinline__ void LearnSlots(int32_t part) const;
+  __device__ __forceinline__ void WritePart(int32_t part) const;
+  __device__ __forceinline__ void WriteRow(int32_t source, int32_t token,
+                                           int32_t slot, const Ids& ids) const;
+  __device__ __forceinline__ void WriteRoutes(int32_t part) const;
+  __device__ __forceinline__ void WriteExpertCounts() const;
+  __device__ __forceinline__ void Run() const;
 };
 
+// Called again and again while a wait goes on. What a peer in another operation
+// says, it says where general operations look. `control` is a copy: registers
+// have no address.
+__device__ __noinline__ void WaitsLong(const Control& control, uint64_t waited,
+                                       const char* step, int32_t peer,
+                                       uint64_t seen) {
+  const uint64_t ready =
+      ptx::LoadRelaxedSys(control.Ready(control.rank(), peer));
+  const auto tag = static_cast<uint32_t>(ready);
+  if (static_cast<uint32_t>(ready >> 32) == control.epoch &&
+      tag != control.op.tag) {
+    OtherOperation(control, peer, tag);
+  }
+  if (waited > control.op.view.timeout_ns) {
+    TimedOut(control, step, peer, seen);
+  }
+}
+
 template <int kWords>
-__device__ Ids<kWords> Planner<kWords>::OwnIds(int32_t token) const {
+__device__ __forceinline__ Ids<kWords> Planner<kWords>::OwnIds(
+    int32_t token) const {
   Ids ids;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) ids.word[i] = ~0u;
@@ -217,46 +237,29 @@ __device__ Ids<kWords> Planner<kWords>::OwnIds(int32_t token) const {
   return ids;
 }
 
-// Called while a wait goes on. What a peer in another operation says, it says
-// where general operations look.
-template <int kWords>
-__device__ __noinline__ void Planner<kWords>::Waited(uint64_t since,
-                                                     const char* step,
-                                                     int32_t peer,
-                                                     uint64_t seen) const {
-  const uint64_t waited = ptx::GlobalTimer() - since;
-  if (waited < kPatienceNs) return;
-  const uint64_t ready = ptx::LoadRelaxedSys(control.Ready(rank, peer));
-  const auto tag = static_cast<uint32_t>(ready);
-  if (static_cast<uint32_t>(ready >> 32) == control.epoch &&
-      tag != control.op.tag) {
-    OtherOperation(control, peer, tag);
-  }
-  if (waited > control.op.view.timeout_ns) {
-    TimedOut(control, step, peer, seen);
-  }
-}
-
 // Waits until `word` holds this epoch; returns its payload.
 template <int kWords>
-__device__ uint32_t Planner<kWords>::Await(const uint64_t* word,
-                                           const char* step,
-                                           int32_t peer) const {
+__device__ __forceinline__ uint32_t Planner<kWords>::Await(const uint64_t* word,
+                                                           const char* step,
+                                                           int32_t peer) const {
   uint64_t start = 0;
   for (;;) {
     const uint64_t seen = ptx::LoadRelaxedSys(word);
     if (static_cast<uint32_t>(seen >> 32) == control.epoch) {
       return static_cast<uint32_t>(seen);
     }
-    if (start == 0) start = ptx::GlobalTimer();
-    Waited(start, step, peer, seen);
+    const uint64_t now = ptx::GlobalTimer();
+    if (start == 0) start = now;
+    if (now - start > kPatienceNs) {
+      WaitsLong(Control(control), now - start, step, peer, seen);
+    }
   }
 }
 
 // Waits for the ids of a peer's token, four words in flight at a time.
 template <int kWords>
-__device__ Ids<kWords> Planner<kWords>::AwaitIds(int32_t source,
-                                                 int32_t token) const {
+__device__ __forceinline__ Ids<kWords> Planner<kWords>::AwaitIds(
+    int32_t source, int32_t token) const {
   Ids ids;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) ids.word[i] = ~0u;
@@ -278,8 +281,11 @@ __device__ Ids<kWords> Planner<kWords>::AwaitIds(int32_t source,
         there &= static_cast<uint32_t>(seen[i] >> 32) == control.epoch;
       }
       if (there) break;
-      if (start == 0) start = ptx::GlobalTimer();
-      Waited(start, "the ids", source, seen[0]);
+      const uint64_t now = ptx::GlobalTimer();
+      if (start == 0) start = now;
+      if (now - start > kPatienceNs) {
+        WaitsLong(Control(control), now - start, "the ids", source, seen[0]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -293,7 +299,8 @@ __device__ Ids<kWords> Planner<kWords>::AwaitIds(int32_t source,
 
 // Counts the rows of a part's c-th warp, whose ids the caller's warp holds.
 template <int kWords>
-__device__ void Planner<kWords>::CountWarp(const Ids& ids, int32_t c) const {
+__device__ __forceinline__ void Planner<kWords>::CountWarp(const Ids& ids,
+                                                           int32_t c) const {
   const uint64_t ranks = RanksOf(ids);
 #pragma unroll 1
   for (int32_t r = 0; r < num_ranks; ++r) {
@@ -305,7 +312,8 @@ __device__ void Planner<kWords>::CountWarp(const Ids& ids, int32_t c) const {
 // Counts the rows of a part into scratch.part_rows and part_totals. To push it
 // as well is to send its ids meanwhile, and then the counts.
 template <int kWords>
-__device__ void Planner<kWords>::CountPart(int32_t part, bool push) const {
+__device__ __forceinline__ void Planner<kWords>::CountPart(int32_t part,
+                                                           bool push) const {
   const int32_t items = push ? part_warps * num_ranks : part_warps;
 #pragma unroll 1
   for (int32_t item = warp; item < items; item += kWarps) {
@@ -362,7 +370,8 @@ __device__ void Planner<kWords>::CountPart(int32_t part, bool push) const {
 // The next part to push, of which this block has taken so many; num_parts or
 // more where none is left.
 template <int kWords>
-__device__ int32_t Planner<kWords>::TakePart(int32_t taken) const {
+__device__ __forceinline__ int32_t
+Planner<kWords>::TakePart(int32_t taken) const {
   if (gridDim.x == 1) return taken;
   if (threadIdx.x == 0) {
     // Every block draws one blank, and the last of them sets it to 0 again.
@@ -378,7 +387,8 @@ __device__ int32_t Planner<kWords>::TakePart(int32_t taken) const {
 // Where the rows of this part begin, here and on the other ranks. Starts from
 // zeroed sums.
 template <int kWords>
-__device__ void Planner<kWords>::LearnSlots(int32_t part) const {
+__device__ __forceinline__ void Planner<kWords>::LearnSlots(
+    int32_t part) const {
   // The first warps are still at ids: begin with the last threads.
   const int32_t words = plan.num_parts * num_ranks * num_ranks;
 #pragma unroll 1
@@ -398,7 +408,7 @@ __device__ void Planner<kWords>::LearnSlots(int32_t part) const {
   if (blockIdx.x == 0 && threadIdx.x < num_ranks) {
     const int32_t peer = threadIdx.x;
     const uint32_t tag = Await(Tag(rank, peer), "the tag", peer);
-    if (tag != control.op.tag) OtherOperation(control, peer, tag);
+    if (tag != control.op.tag) OtherOperation(Control(control), peer, tag);
   }
   __syncthreads();
   if (threadIdx.x < num_ranks) {
@@ -419,7 +429,7 @@ __device__ void Planner<kWords>::LearnSlots(int32_t part) const {
 // Turns the part of every rank into rows received, and this rank's into routes.
 // CountPart() has counted it.
 template <int kWords>
-__device__ void Planner<kWords>::WritePart(int32_t part) const {
+__device__ __forceinline__ void Planner<kWords>::WritePart(int32_t part) const {
   if (threadIdx.x < num_ranks) {
     scratch.received[threadIdx.x] = 0;
     scratch.received_before[threadIdx.x] = 0;
@@ -460,8 +470,8 @@ __device__ void Planner<kWords>::WritePart(int32_t part) const {
 }
 
 template <int kWords>
-__device__ void Planner<kWords>::WriteRow(int32_t source, int32_t token,
-                                          int32_t slot, const Ids& ids) const {
+__device__ __forceinline__ void Planner<kWords>::WriteRow(
+    int32_t source, int32_t token, int32_t slot, const Ids& ids) const {
   params.recv_src[slot] = source * num_tokens + token;
   int32_t* to = params.recv_topk_idx + int64_t{slot} * params.top_k;
   const auto local = [&](int32_t k) {
@@ -486,7 +496,8 @@ __device__ void Planner<kWords>::WriteRow(int32_t source, int32_t token,
 
 // Counts of the part stand in scratch.part_rows.
 template <int kWords>
-__device__ void Planner<kWords>::WriteRoutes(int32_t part) const {
+__device__ __forceinline__ void Planner<kWords>::WriteRoutes(
+    int32_t part) const {
   if (warp >= part_warps) return;
   const int32_t token = TokenOf(part, warp);
   const uint64_t ranks = RanksOf(OwnIds(token));
@@ -510,7 +521,7 @@ __device__ void Planner<kWords>::WriteRoutes(int32_t part) const {
 
 // Last block: adds the other blocks' counts to its own.
 template <int kWords>
-__device__ void Planner<kWords>::WriteExpertCounts() const {
+__device__ __forceinline__ void Planner<kWords>::WriteExpertCounts() const {
   const int32_t local_experts = experts.local_experts;
   if (gridDim.x > 1) {
     const int32_t counts = gridDim.x * local_experts;
@@ -529,7 +540,7 @@ __device__ void Planner<kWords>::WriteExpertCounts() const {
 }
 
 template <int kWords>
-__device__ void Planner<kWords>::Run() const {
+__device__ __forceinline__ void Planner<kWords>::Run() const {
 #pragma unroll 1
   for (int32_t e = threadIdx.x; e < experts.local_experts; e += kThreads) {
     scratch.expert_counts[e] = 0;
@@ -570,16 +581,15 @@ __device__ void Planner<kWords>::Run() const {
   }
 }
 
+template <int kWords>
 __global__ void __launch_bounds__(kThreads)
     PushedPlanKernel(const __grid_constant__ PushedPlanParams params) {
   __shared__ Scratch scratch;
-  // Most tokens name no more than 8 experts: their ids take fewer registers.
-  if (params.cut.num_words <= 4) {
-    Planner<4>(params, scratch).Run();
-  } else {
-    Planner<kMaxTopK / 2>(params, scratch).Run();
-  }
+  Planner<kWords>(params, scratch).Run();
 }
+
+// Most tokens name no more than 8 experts: their ids take fewer registers.
+constexpr int kFewWords = 4;
 
 }  // namespace
 
@@ -595,13 +605,18 @@ cudaError_t LaunchPushedPlan(const PlanParams& plan, cudaStream_t stream) {
   if (blocks < params.cut.num_parts) blocks = params.cut.num_parts;
   if (blocks > PushedPlan::kMaxParts) blocks = PushedPlan::kMaxParts;
   if (blocks > plan.op.view.num_sms) blocks = plan.op.view.num_sms;
-  PushedPlanKernel<<<static_cast<unsigned int>(blocks), kThreads, 0, stream>>>(
-      params);
+  const auto grid = static_cast<unsigned int>(blocks);
+  if (params.cut.num_words <= kFewWords) {
+    PushedPlanKernel<kFewWords><<<grid, kThreads, 0, stream>>>(params);
+  } else {
+    PushedPlanKernel<kMaxTopK / 2><<<grid, kThreads, 0, stream>>>(params);
+  }
   return cudaPeekAtLastError();
 }
 
-const void* PushedPlanKernelAddress() {
-  return reinterpret_cast<const void*>(&PushedPlanKernel);
+std::vector<const void*> PushedPlanKernelAddresses() {
+  return {reinterpret_cast<const void*>(&PushedPlanKernel<kFewWords>),
+          reinterpret_cast<const void*>(&PushedPlanKernel<kMaxTopK / 2>)};
 }
 
 }  // namespace jax_ep

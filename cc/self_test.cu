@@ -259,12 +259,14 @@ std::string SelfTest(int ordinal) {
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
-  kernels.insert(kernels.end(),
-                 {PlanKernelAddress(), PushedPlanKernelAddress(),
-                  DispatchKernelAddress(), FewDispatchKernelAddress(),
-                  CombineKernelAddress(), FewCombineKernelAddress(),
-                  DispatchPermuteKernelAddress(), PermuteKernelAddress(),
-                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  kernels.insert(
+      kernels.end(),
+      {PlanKernelAddress(), DispatchKernelAddress(), FewDispatchKernelAddress(),
+       CombineKernelAddress(), FewCombineKernelAddress(),
+       DispatchPermuteKernelAddress(), PermuteKernelAddress(),
+       UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  const std::vector<const void*> pushed = PushedPlanKernelAddresses();
+  kernels.insert(kernels.end(), pushed.begin(), pushed.end());
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;

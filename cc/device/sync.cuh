@@ -105,7 +105,8 @@ static __device__ __forceinline__ uint32_t Wait(const Control& control,
       return static_cast<uint32_t>(seen);
     }
     if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
-      TimedOut(control, step, peer, seen);
+      // A copy: what stands in registers has no address.
+      TimedOut(Control(control), step, peer, seen);
     }
   }
 }
@@ -178,7 +179,7 @@ static __device__ std::byte* Reach(const Control& control, int32_t peer,
       return reinterpret_cast<std::byte*>(region[i].here + offset);
     }
   }
-  NoRegion(control, peer, address);
+  NoRegion(Control(control), peer, address);
   return nullptr;
 }
 
@@ -199,7 +200,9 @@ static __device__ bool WaitReady(const Control& control, std::byte** peers,
         Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
              peer);
     if (word == 0) {
-      if (payload != control.op.tag) OtherOperation(control, peer, payload);
+      if (payload != control.op.tag) {
+        OtherOperation(Control(control), peer, payload);
+      }
     } else {
       // Little endian: the low half stands first.
       const int32_t address = (word - 1) / 2 * num_ranks + peer;
