@@ -295,10 +295,9 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   }
 }
 
-// Where tokens are few. The results are those of CombineKernel, and so are the
-// words that ranks exchange.
+// Where tokens are few: the results of CombineKernel.
 //
-// Launch: view.num_sms blocks of kRowThreads.
+// Launch: as many blocks of kRowThreads, kDoneBlocks at most.
 // Roles:  as above, but that a warp loads its pieces of all rows of a token
 // into
 //         registers and sums them there.
@@ -426,8 +425,9 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     });
   }
   if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
+  CloseBlock(control);
   if (IsLastBlock(control)) {
-    CloseWithPeers(control);
+    CloseFew(control);
     if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
   FewParams few;
   if (!CutFew(params, few)) return LaunchGeneralCombine(params, stream);
-  FewCombineKernel<<<params.op.view.num_sms, kRowThreads, 0, stream>>>(few);
+  FewCombineKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
   return cudaPeekAtLastError();
 }
 

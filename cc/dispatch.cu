@@ -214,10 +214,9 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   }
 }
 
-// Where tokens are few. The results are those of DispatchKernel, and so are the
-// words that ranks exchange.
+// Where tokens are few: the results of DispatchKernel.
 //
-// Launch: view.num_sms blocks of kRowThreads.
+// Launch: as many blocks of kRowThreads, kDoneBlocks at most.
 // Roles:  as above, but that a warp moves its pieces to all of their targets,
 //         the peers' first, and loads them while the peers' addresses travel.
 // Order:  an address is published relaxed: it says that earlier kernels are
@@ -331,8 +330,9 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
                  int64_t{gridDim.x} * kRowThreads);
   if (staged) MoveStaged(params, Control(control), outputs);
+  CloseBlock(control);
   if (IsLastBlock(control)) {
-    CloseWithPeers(control);
+    CloseFew(control);
     if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
   FewParams few;
   if (!CutFew(params, few)) return LaunchGeneralDispatch(params, stream);
-  FewDispatchKernel<<<params.op.view.num_sms, kRowThreads, 0, stream>>>(few);
+  FewDispatchKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
   return cudaPeekAtLastError();
 }
 

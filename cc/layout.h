@@ -120,6 +120,9 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 //   turn      u64, rank 0 says that staging memory is this operation's
+//   blocks    [R][kDoneBlocks] u64, a block of a peer is done (few tokens);
+//   says
+//             how many blocks there are
 // and a window, which takes turns with its twin from epoch to epoch (plan by
 // pushed ids), as
 //   ids       [R - 1][num_words][T] u64, from the peers in order: two ids each
@@ -132,6 +135,8 @@ struct ControlLayout {
   // their own, beside which the other slots are used.
   static constexpr int64_t kFlightSlot = kSlots - 1;
   static constexpr int32_t kReadyWords = 1 + 2 * kMaxLeaves;
+  // Blocks of an operation on few tokens at most.
+  static constexpr int32_t kDoneBlocks = 32;
 
   int64_t epoch;
   int64_t finished;
@@ -140,6 +145,7 @@ struct ControlLayout {
   int64_t done;
   int64_t counts;
   int64_t turn;
+  int64_t blocks;
   int64_t slot_bytes;
   int64_t windows;
   int64_t window_counts;
@@ -154,7 +160,9 @@ struct ControlLayout {
         done(ready + int64_t{num_ranks} * kReadyWords * 8),
         counts(done + num_ranks * 8),
         turn(counts + int64_t{num_ranks} * num_ranks * 8),
-        slot_bytes((turn + 8 + 127) / 128 * 128),
+        blocks(turn + 8),
+        slot_bytes((blocks + int64_t{num_ranks} * kDoneBlocks * 8 + 127) / 128 *
+                   128),
         windows(kSlots * slot_bytes),
         window_counts(num_ranks > 1 ? PushedPlan::kIdWords * 8 : 0),
         window_tags(window_counts +

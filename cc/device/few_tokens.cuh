@@ -10,6 +10,8 @@
 
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
+#include "cc/device/sync.cuh"
+#include "cc/layout.h"
 #include "cc/ops.h"
 
 namespace jax_ep {
@@ -17,9 +19,10 @@ namespace jax_ep {
 // Units of 16 bytes that a lane has of a piece at most.
 inline constexpr int kPieceUnits = 8;
 inline constexpr int64_t kPieceBytes = kPieceUnits * kWarpSize * 16;
-// Tokens are few where no warp has more pieces than these; beyond, bulk copies
-// are as fast and leave the link no pauses.
-inline constexpr int64_t kFewRounds = 6;
+// Tokens are few where there are no more pieces: 512 tokens of 14 KB. All ranks
+// have to agree, so it is a matter of sizes alone.
+inline constexpr int64_t kFewPieces = 2048;
+static_assert(kFewPieces <= 0x10000);
 
 // How a leaf's rows are cut, worked out on the host.
 struct PieceCut {
@@ -38,6 +41,12 @@ struct PieceCut {
   }
 };
 
+// Blocks of a launch.
+inline int32_t FewBlocks(const PeerView& view) {
+  return view.num_sms < ControlLayout::kDoneBlocks ? view.num_sms
+                                                   : ControlLayout::kDoneBlocks;
+}
+
 struct FewParams {
   RowParams rows;
   PieceCut cuts[kMaxLeaves];
@@ -45,14 +54,13 @@ struct FewParams {
 
 // Whether tokens are few; if so `few` gets the parameters.
 inline bool CutFew(const RowParams& rows, FewParams& few) {
-  const int64_t warps = int64_t{rows.op.view.num_sms} * kRowWarps;
-  int64_t rounds = 0;
+  int64_t pieces = 0;
   for (int32_t i = 0; i < rows.num_leaves; ++i) {
     const Leaf& leaf = rows.leaves[i];
     const int64_t parts = (leaf.row_bytes + kPieceBytes - 1) / kPieceBytes;
     const int64_t items = parts * rows.num_tokens;
-    rounds += (items + warps - 1) / warps;
-    if (parts < 1 || items > 0x10000 || rounds > kFewRounds) return false;
+    pieces += items;
+    if (parts < 1 || parts > kFewPieces || pieces > kFewPieces) return false;
     const uint64_t bits = reinterpret_cast<uint64_t>(leaf.in) |
                           reinterpret_cast<uint64_t>(leaf.out) |
                           static_cast<uint64_t>(leaf.row_bytes);
@@ -100,6 +108,34 @@ struct PieceAt {
     }
   }
 };
+
+// How such an operation closes: every block tells the peers that it is done,
+// without first counting the others, and the last of the launch waits for all
+// blocks of all peers. Called by all threads at the end of a block's part.
+// Release: pairs with the acquire in CloseFew, for all that the block did.
+static __device__ __forceinline__ void CloseBlock(const Control& control) {
+  __syncthreads();
+  const int32_t peer = threadIdx.x;
+  if (peer >= control.num_ranks() || peer == control.rank()) return;
+  ptx::StoreReleaseSys(control.BlockDone(peer, control.rank(), blockIdx.x),
+                       control.Word(gridDim.x));
+}
+
+// Called by all threads of the last block. Ends in a barrier.
+static __device__ __forceinline__ void CloseFew(const Control& control) {
+  constexpr int32_t kBlocks = ControlLayout::kDoneBlocks;
+  const int32_t rank = control.rank();
+  for (int32_t i = threadIdx.x; i < control.num_ranks() * kBlocks;
+       i += blockDim.x) {
+    const int32_t peer = i / kBlocks;
+    if (peer == rank) continue;
+    const uint32_t blocks =
+        Wait(control, control.BlockDone(rank, peer, 0), "the end", peer);
+    if (i % kBlocks >= blocks) continue;
+    Wait(control, control.BlockDone(rank, peer, i % kBlocks), "the end", peer);
+  }
+  __syncthreads();
+}
 
 }  // namespace jax_ep
 

@@ -69,6 +69,12 @@ struct Control {
   __device__ uint64_t* Turn(int32_t owner) const {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.turn);
   }
+  // What block `block` of `from` keeps on `owner` (cc/device/few_tokens.cuh).
+  __device__ uint64_t* BlockDone(int32_t owner, int32_t from,
+                                 int32_t block) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.blocks) +
+           from * ControlLayout::kDoneBlocks + block;
+  }
   __device__ uint64_t Word(uint32_t payload) const {
     return uint64_t{epoch} << 32 | payload;
   }
