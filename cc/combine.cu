@@ -299,8 +299,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 //
 // Launch: as many blocks of kRowThreads, kDoneBlocks at most.
 // Roles:  as above, but that a warp loads its pieces of all rows of a token
-// into
-//         registers and sums them there.
+//         into registers and sums them there.
 
 // Sums units [begin, end) of at most kSources rows, all of whose loads are in
 // flight at once.
@@ -308,7 +307,7 @@ template <typename T, typename Wide, int kSources>
 __device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
                                          uint4* out, int32_t begin,
                                          int32_t end) {
-  constexpr int kUnits = 2 * kPieceUnits / kSources;
+  constexpr int kUnits = kPieceUnits / kSources;
   using Row = Elements<T, uint4>;
   const int32_t lane = threadIdx.x % kWarpSize;
   const int32_t count = __popc(sources);
@@ -320,15 +319,18 @@ __device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
         AddressOf(source, max(__ffs(sources) - 1, 0)));
     if (s + 1 < count) sources &= sources - 1;
   }
-  for (int32_t base = begin; base < end; base += kUnits * kWarpSize) {
+  for (int32_t base = begin + lane; base < end; base += kUnits * kWarpSize) {
+    // Of this lane; a constant apart, so that one register holds the address.
+    const int32_t left = end - base;
     uint4 units[kSources][kUnits];
 #pragma unroll
     for (int s = 0; s < kSources; ++s) {
       if (s >= count) continue;
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
-        const int32_t at = base + i * kWarpSize + lane;
-        if (at < end) units[s][i] = LoadUnit(from[s] + at);
+        if (i * kWarpSize < left) {
+          units[s][i] = LoadUnit(from[s] + base + i * kWarpSize);
+        }
       }
     }
 #pragma unroll
@@ -348,19 +350,21 @@ __device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
       Row sum;
 #pragma unroll
       for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[e]);
-      const int32_t at = base + i * kWarpSize + lane;
-      if (at < end) StoreUnit(out + at, sum.ToUnit());
+      if (i * kWarpSize < left) {
+        StoreUnit(out + base + i * kWarpSize, sum.ToUnit());
+      }
     }
   }
 }
 
-// What units of 16 bytes cannot load, and sums of more rows. Out of line:
-// pieces keep their registers.
+// What units of 16 bytes cannot load, and sums of more rows: few registers.
 template <typename T, typename Wide>
-__device__ __noinline__ void SumPart(uint64_t source, uint32_t sources,
-                                     std::byte* out, int64_t row_bytes,
-                                     int32_t part, int32_t parts) {
-  SumRow<T, Wide>(source, sources, out, row_bytes, part, parts);
+__device__ __forceinline__ void SumPart(uint64_t source, uint32_t sources,
+                                        std::byte* out, int64_t row_bytes,
+                                        int32_t part, int32_t parts) {
+  SumUnits<T, Wide, T, 2>(
+      source, sources, out,
+      PartOf(row_bytes / static_cast<int64_t>(sizeof(T)), part, parts));
 }
 
 template <typename T, typename Wide>

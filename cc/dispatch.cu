@@ -256,22 +256,29 @@ __device__ __forceinline__ void LoadPiece(const FewParams& few,
   const PieceCut& cut = few.cuts[at.leaf];
   const int32_t token = cut.TokenOf(at.item);
   piece.route = RouteOf(few.rows, token);
-  const int32_t begin = (at.item - token * cut.parts) * cut.share;
-  const int32_t end = min(begin + cut.share, cut.row_units);
+  const UnitsOfLane units(cut, at.item - token * cut.parts);
   const auto* from =
-      reinterpret_cast<const uint4*>(leaf.in + token * leaf.row_bytes);
+      reinterpret_cast<const uint4*>(leaf.in + token * leaf.row_bytes) +
+      units.first;
 #pragma unroll
   for (int i = 0; i < kPieceUnits; ++i) {
-    const int32_t unit = begin + i * kWarpSize + threadIdx.x % kWarpSize;
-    if (unit < end) piece.units[i] = LoadUnit(from + unit);
+    if (units.Has(i)) piece.units[i] = LoadUnit(from + i * kWarpSize);
   }
 }
 
-// What units of 16 bytes cannot move. Out of line: pieces keep their registers.
-__device__ __noinline__ void CopyPart(const std::byte* in, uint64_t target,
-                                      uint32_t targets, int64_t row_bytes,
-                                      int32_t part, int32_t parts) {
-  CopyRow(in, target, targets, row_bytes, part, parts);
+// What units of 16 bytes cannot move, with few registers: a piece is in others.
+__device__ __forceinline__ void CopyPart(const std::byte* in, uint64_t target,
+                                         uint32_t targets, int64_t row_bytes,
+                                         int32_t part, int32_t parts) {
+  const uint32_t bits = OrOverWarp(
+      reinterpret_cast<uint64_t>(in) | static_cast<uint64_t>(row_bytes) |
+      (targets >> (threadIdx.x % kWarpSize) & 1 ? target : 0));
+  if (UnitBytes(bits) >= 4) {
+    CopyUnits<uint32_t, 4>(in, target, targets,
+                           PartOf(row_bytes / 4, part, parts));
+  } else {
+    CopyUnits<uint8_t, 4>(in, target, targets, PartOf(row_bytes, part, parts));
+  }
 }
 
 __device__ __forceinline__ void StorePiece(const FewParams& few,
@@ -291,15 +298,14 @@ __device__ __forceinline__ void StorePiece(const FewParams& few,
              part, cut.parts);
     return;
   }
-  const int32_t begin = part * cut.share;
-  const int32_t end = min(begin + cut.share, cut.row_units);
+  const UnitsOfLane units(cut, part);
   const auto store = [&](uint32_t left) {
     for (; left != 0; left &= left - 1) {
-      uint4* to = reinterpret_cast<uint4*>(AddressOf(target, __ffs(left) - 1));
+      uint4* to = reinterpret_cast<uint4*>(AddressOf(target, __ffs(left) - 1)) +
+                  units.first;
 #pragma unroll
       for (int i = 0; i < kPieceUnits; ++i) {
-        const int32_t unit = begin + i * kWarpSize + threadIdx.x % kWarpSize;
-        if (unit < end) StoreUnit(to + unit, piece.units[i]);
+        if (units.Has(i)) StoreUnit(to + i * kWarpSize, piece.units[i]);
       }
     }
   };

@@ -41,6 +41,18 @@ struct PieceCut {
   }
 };
 
+// The units of part `part` of a row that a lane has: every kWarpSize-th.
+struct UnitsOfLane {
+  int32_t first;
+  int32_t left;  // units from the first one to the end of the piece
+
+  __device__ UnitsOfLane(const PieceCut& cut, int32_t part)
+      : first(part * cut.share + static_cast<int32_t>(threadIdx.x) % kWarpSize),
+        left(min((part + 1) * cut.share, cut.row_units) - first) {}
+
+  __device__ bool Has(int i) const { return i * kWarpSize < left; }
+};
+
 // Blocks of a launch.
 inline int32_t FewBlocks(const PeerView& view) {
   return view.num_sms < ControlLayout::kDoneBlocks ? view.num_sms

@@ -80,10 +80,16 @@ struct Control {
   }
 };
 
+// Ends a launch that cannot go on. To say so keeps registers from being saved
+// where this is called.
+[[noreturn]] static __device__ __forceinline__ void Trap() {
+  __trap();
+  __builtin_unreachable();
+}
+
 // Out of line: keeps printf's stack out of the waiting code.
-static __device__ __noinline__ void TimedOut(const Control& control,
-                                             const char* step, int32_t peer,
-                                             uint64_t seen) {
+[[noreturn]] static __device__ __noinline__ void TimedOut(
+    const Control& control, const char* step, int32_t peer, uint64_t seen) {
   printf(
       "jax_ep %s (channel %u): rank %d waited %.1f s for %s of rank %d: "
       "expected epoch %u, seen %u (channel or count %u)\n",
@@ -91,7 +97,7 @@ static __device__ __noinline__ void TimedOut(const Control& control,
       static_cast<double>(control.op.view.timeout_ns) * 1e-9, step, peer,
       control.epoch, static_cast<uint32_t>(seen >> 32),
       static_cast<uint32_t>(seen));
-  __trap();
+  Trap();
 }
 
 // Waits until `word` holds this epoch; returns its payload. Acquire: what the
@@ -150,23 +156,23 @@ static __device__ void PublishReady(const Control& control,
   }
 }
 
-static __device__ __noinline__ void OtherOperation(const Control& control,
-                                                   int32_t peer, uint32_t tag) {
+[[noreturn]] static __device__ __noinline__ void OtherOperation(
+    const Control& control, int32_t peer, uint32_t tag) {
   printf(
       "jax_ep %s (channel %u): rank %d found rank %d in another operation "
       "(channel %u)\n",
       control.name, control.op.channel, control.rank(), peer, tag & 0xffff);
-  __trap();
+  Trap();
 }
 
-static __device__ __noinline__ void NoRegion(const Control& control,
-                                             int32_t peer, uint64_t address) {
+[[noreturn]] static __device__ __noinline__ void NoRegion(
+    const Control& control, int32_t peer, uint64_t address) {
   printf(
       "jax_ep %s (channel %u): rank %d has no region for address %llx of rank "
       "%d\n",
       control.name, control.op.channel, control.rank(),
       static_cast<unsigned long long>(address), peer);
-  __trap();
+  Trap();
 }
 
 // Where this rank sees an address that `peer` published; nullptr where it
@@ -186,7 +192,6 @@ static __device__ std::byte* Reach(const Control& control, int32_t peer,
     }
   }
   NoRegion(Control(control), peer, address);
-  return nullptr;
 }
 
 // Waits for every peer's addresses: peers[i * R + r] is address i of rank r as
