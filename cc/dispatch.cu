@@ -318,12 +318,12 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
   const DispatchParams& params = few.rows;
   const Control control(params.op, "dispatch");
+  if (blockIdx.x == 0) PublishFree(params, control);
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
   PieceAt next_at = at.Next(few, workers);
   Piece piece, next;
   LoadPiece(few, at, piece);
-  if (blockIdx.x == 0) PublishFree(params, control);
   LoadPiece(few, next_at, next);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
   while (at.Exists(few)) {
