@@ -20,6 +20,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/device/bulk.cuh"
+#include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -286,10 +287,152 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
       });
     }
   }
-  if (staged) MoveStaged(params, control, inputs, staged_leaves);
+  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
+    AdvanceEpoch(control);
+  }
+}
+
+// Where tokens are few: the results of CombineKernel.
+//
+// Launch: as many blocks of kRowThreads, kDoneBlocks at most.
+// Roles:  as above, but that a warp loads its pieces of all rows of a token
+//         into registers and sums them there.
+
+// Sums units [begin, end) of at most kSources rows, all of whose loads are in
+// flight at once.
+template <typename T, typename Wide, int kSources>
+__device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
+                                         uint4* out, int32_t begin,
+                                         int32_t end) {
+  constexpr int kUnits = kPieceUnits / kSources;
+  using Row = Elements<T, uint4>;
+  const int32_t lane = threadIdx.x % kWarpSize;
+  const int32_t count = __popc(sources);
+  const uint4* from[kSources];
+#pragma unroll
+  for (int s = 0; s < kSources; ++s) {
+    // Past the last row, the last again; it is not read.
+    from[s] = reinterpret_cast<const uint4*>(
+        AddressOf(source, max(__ffs(sources) - 1, 0)));
+    if (s + 1 < count) sources &= sources - 1;
+  }
+  for (int32_t base = begin + lane; base < end; base += kUnits * kWarpSize) {
+    // Of this lane; a constant apart, so that one register holds the address.
+    const int32_t left = end - base;
+    uint4 units[kSources][kUnits];
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) {
+      if (s >= count) continue;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if (i * kWarpSize < left) {
+          units[s][i] = LoadUnit(from[s] + base + i * kWarpSize);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      // As in SumUnits().
+      const Wide neutral = count == 0 ? Wide(0) : -Wide(0);
+      Wide total[Row::kSize];
+#pragma unroll
+      for (int e = 0; e < Row::kSize; ++e) total[e] = neutral;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        if (s >= count) continue;
+        const Row row = Row::From(units[s][i]);
+#pragma unroll
+        for (int e = 0; e < Row::kSize; ++e) total[e] += Widen(row.at[e]);
+      }
+      Row sum;
+#pragma unroll
+      for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[e]);
+      if (i * kWarpSize < left) {
+        StoreUnit(out + base + i * kWarpSize, sum.ToUnit());
+      }
+    }
+  }
+}
+
+// What units of 16 bytes cannot load, and sums of more rows: few registers.
+template <typename T, typename Wide>
+__device__ __forceinline__ void SumPart(uint64_t source, uint32_t sources,
+                                        std::byte* out, int64_t row_bytes,
+                                        int32_t part, int32_t parts) {
+  SumUnits<T, Wide, T, 2>(
+      source, sources, out,
+      PartOf(row_bytes / static_cast<int64_t>(sizeof(T)), part, parts));
+}
+
+template <typename T, typename Wide>
+__device__ void SumFew(const FewParams& few, std::byte* const* inputs,
+                       const PieceAt& at, int2 route) {
+  const Leaf& leaf = few.rows.leaves[at.leaf];
+  const PieceCut& cut = few.cuts[at.leaf];
+  const int32_t token = cut.TokenOf(at.item);
+  const int32_t part = at.item - token * cut.parts;
+  const uint64_t source = RowAt(few.rows, inputs, at.leaf, route);
+  const uint32_t sources = __ballot_sync(kAllLanes, route.x >= 0);
+  const int32_t count = __popc(sources);
+  std::byte* out = leaf.out + token * leaf.row_bytes;
+  if (count > 8 || cut.row_units == 0 || OrOverWarp(source) % 16 != 0) {
+    SumPart<T, Wide>(source, sources, out, leaf.row_bytes, part, cut.parts);
+    return;
+  }
+  const int32_t begin = part * cut.share;
+  const int32_t end = min(begin + cut.share, cut.row_units);
+  auto* units = reinterpret_cast<uint4*>(out);
+  if (count <= 2) {
+    SumPiece<T, Wide, 2>(source, sources, units, begin, end);
+  } else if (count <= 4) {
+    SumPiece<T, Wide, 4>(source, sources, units, begin, end);
+  } else {
+    SumPiece<T, Wide, 8>(source, sources, units, begin, end);
+  }
+}
+
+__global__ void __launch_bounds__(kRowThreads, 1)
+    FewCombineKernel(const __grid_constant__ FewParams few) {
+  __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
+  const CombineParams& params = few.rows;
+  const Control control(params.op, "combine");
+  if (blockIdx.x == 0) {
+    __shared__ std::byte* own[kMaxLeaves];
+    if (threadIdx.x < params.num_leaves) {
+      const Leaf& leaf = params.leaves[threadIdx.x];
+      own[threadIdx.x] = Published(control, leaf.in, leaf.exported);
+    }
+    __syncthreads();
+    PublishReady(control, own, params.num_leaves);
+  }
+  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  const auto route_of = [&](const PieceAt& piece) {
+    return piece.Exists(few)
+               ? RouteOf(params, few.cuts[piece.leaf].TokenOf(piece.item))
+               : int2{-1, -1};
+  };
+  PieceAt at = PieceAt::First(few, workers);
+  int2 next = route_of(at);
+  const bool staged = WaitReady(control, inputs, params.num_leaves);
+  const uint32_t staged_leaves = staged ? LeavesOutOfReach(params, inputs) : 0;
+  while (at.Exists(few)) {
+    const PieceAt now = at;
+    const int2 route = next;
+    at = at.Next(few, workers);
+    next = route_of(at);
+    if (staged_leaves >> now.leaf & 1) continue;
+    WithElement(params.leaves[now.leaf].element, [&](auto element, auto wide) {
+      SumFew<decltype(element), decltype(wide)>(few, inputs, now, route);
+    });
+  }
+  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
+  CloseBlock(control);
+  if (IsLastBlock(control)) {
+    CloseFew(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }
@@ -297,6 +440,14 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
+  FewParams few;
+  if (!CutFew(params, few)) return LaunchGeneralCombine(params, stream);
+  FewCombineKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
+  return cudaPeekAtLastError();
+}
+
+cudaError_t LaunchGeneralCombine(const CombineParams& params,
+                                 cudaStream_t stream) {
   CombineKernel<<<params.op.view.num_sms, kCombineThreads,
                   params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
       params);
@@ -305,6 +456,10 @@ cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
 
 const void* CombineKernelAddress() {
   return reinterpret_cast<const void*>(&CombineKernel);
+}
+
+const void* FewCombineKernelAddress() {
+  return reinterpret_cast<const void*>(&FewCombineKernel);
 }
 
 }  // namespace jax_ep

@@ -6,8 +6,9 @@
 // lowered once and called twice) the order in which XLA instantiates them. So
 // programs share slots, which is right because a device runs one program after
 // the other, in the same order everywhere; sites of one program have slots of
-// their own while it has fewer than kSlots / 2 channels and as many repeated
-// sites. Flights have a slot beside them.
+// their own while it has fewer channels than half the slots of their kind
+// (plans have some of their own, with windows) and as many repeated sites.
+// Flights have a slot beside them.
 #ifndef JAX_EP_CC_CONTROL_SLOTS_H_
 #define JAX_EP_CC_CONTROL_SLOTS_H_
 
@@ -32,8 +33,18 @@ class ControlSlots {
   // counting starts anew.
   static void BeginProgram() { ++current_program_; }
 
-  Site Take(uint32_t channel) {
-    constexpr uint32_t kHalf = ControlLayout::kSlots / 2;
+  // Slots [first, first + count), those of plans or all others but kFlightSlot.
+  struct Kind {
+    int32_t first;
+    uint32_t count;
+  };
+  static constexpr Kind kPlans = {0, ControlLayout::kPlanSlots};
+  static constexpr Kind kOthers = {
+      ControlLayout::kPlanSlots,
+      ControlLayout::kFlightSlot - ControlLayout::kPlanSlots};
+
+  Site Take(const Kind& kind, uint32_t channel) {
+    const uint32_t half = kind.count / 2;
     std::lock_guard<std::mutex> lock(mutex_);
     if (program_ != current_program_) {
       program_ = current_program_;
@@ -41,10 +52,10 @@ class ControlSlots {
       repeated_ = 0;
     }
     const uint32_t instance = instances_[channel]++;
-    // All slots but kFlightSlot.
-    const uint32_t slot =
-        instance == 0 ? channel % kHalf : kHalf + repeated_++ % (kHalf - 1);
-    return {static_cast<int32_t>(slot), instance};
+    const uint32_t slot = instance == 0
+                              ? channel % half
+                              : half + repeated_++ % (kind.count - half);
+    return {kind.first + static_cast<int32_t>(slot), instance};
   }
 
  private:

@@ -5,7 +5,9 @@
 // Roles:  block 0 publishes the addresses of this rank's outputs. One in R
 //         blocks moves the rows that stay on this rank, the others those that
 //         go to peers: a multiprocessor stores local rows no faster than the
-//         link takes remote ones, and they must not take turns. Of the warps,
+//         link takes remote ones, and they must not take turns. Where routing
+//         is skewed, shares are by rows; where all rows are of one kind, each
+//         block moves both. Of the warps,
 //         the first kBulkWarps move rows by bulk copies through shared memory;
 //         the others zero the empty slots, then move what bulk copies cannot.
 //         Rows for buffers out of reach follow through staging memory
@@ -20,6 +22,7 @@
 
 #include "cc/device/bulk.cuh"
 #include "cc/device/bulk_mover.cuh"
+#include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -37,11 +40,36 @@ struct Role {
   int32_t blocks;
 };
 
-__device__ Role RoleOf(int32_t num_ranks) {
+// The rank of one of kRowThreads routes spread over all tokens, or -1; the
+// thread's sample of where rows go.
+__device__ int32_t SampledRank(const DispatchParams& params) {
+  static_assert(kRowThreads == 512);
+  const int64_t token = params.num_tokens * threadIdx.x >> 9;
+  if (token >= params.num_tokens) return -1;
+  const int64_t route =
+      token * params.routes_per_token + threadIdx.x % params.routes_per_token;
+  return __ldg(reinterpret_cast<const int2*>(params.routes) + route).x;
+}
+
+// Shares blocks by the number of ranks, unless a sample says that this would
+// take half as long again as shares by rows: every call alike, so that chance
+// in a sample does not cost a block. Called by all threads of a block; equal in
+// all blocks of a launch.
+__device__ Role RoleOf(const Control& control, int32_t sampled) {
   const int32_t blocks = gridDim.x;
   const int32_t block = blockIdx.x;
-  if (num_ranks == 1 || blocks == 1) return {true, true, block, blocks};
-  const int32_t local = max(1, blocks / num_ranks);
+  if (control.num_ranks() == 1 || blocks == 1) {
+    return {true, true, block, blocks};
+  }
+  const int32_t here = __syncthreads_count(sampled == control.rank());
+  const int32_t all = __syncthreads_count(sampled >= 0);
+  // Rows of one kind, as far as one can see.
+  if (all > 0 && (here == 0 || here == all)) return {true, true, block, blocks};
+  int32_t local = max(1, blocks / control.num_ranks());
+  if (2 * here * blocks > 3 * local * all ||
+      2 * (all - here) * blocks > 3 * (blocks - local) * all) {
+    local = min(max((blocks * here + all / 2) / all, 1), blocks - 1);
+  }
   if (block < local) return {true, false, block, local};
   return {false, true, block - local, blocks - local};
 }
@@ -153,9 +181,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     __syncthreads();
     PublishReady(control, own, params.num_leaves);
   }
+  const int32_t sampled = SampledRank(params);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
 
-  const Role role = RoleOf(control.num_ranks());
+  const Role role = RoleOf(control, sampled);
   const uint32_t bulk_leaves = BulkLeaves(params, outputs);
   const int32_t warp = threadIdx.x / kWarpSize;
   const int32_t bulk_warps = bulk_leaves != 0 ? kBulkWarps : 0;
@@ -177,10 +206,140 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         params, role, outputs, bulk_leaves,
         WarpsOf(role.block, role.blocks, bulk_warps, kRowWarps - bulk_warps));
   }
-  if (staged) MoveStaged(params, control, outputs);
+  if (staged) MoveStaged(params, Control(control), outputs);
   if (IsLastBlock(control)) {
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
+    AdvanceEpoch(control);
+  }
+}
+
+// Where tokens are few: the results of DispatchKernel.
+//
+// Launch: as many blocks of kRowThreads, kDoneBlocks at most.
+// Roles:  as above, but that a warp moves its pieces to all of their targets,
+//         the peers' first, and loads them while the peers' addresses travel.
+// Order:  an address is published relaxed: it says that earlier kernels are
+//         done with the buffer, which they are when this one starts, and passes
+//         on nothing that they wrote.
+
+// Called by all threads of block 0.
+__device__ void PublishFree(const DispatchParams& params,
+                            const Control& control) {
+  const int32_t words = 1 + 2 * params.num_leaves;
+  for (int32_t i = threadIdx.x; i < control.num_ranks() * words;
+       i += kRowThreads) {
+    const int32_t peer = i / words;
+    const int32_t word = i % words;
+    uint32_t payload = control.op.tag;
+    if (word > 0) {
+      const Leaf& leaf = params.leaves[(word - 1) / 2];
+      const auto address = reinterpret_cast<uint64_t>(
+          Published(control, leaf.out, leaf.exported));
+      payload = static_cast<uint32_t>(word % 2 == 1 ? address : address >> 32);
+    }
+    ptx::StoreRelaxedSys(control.Ready(peer, control.rank()) + word,
+                         control.Word(payload));
+  }
+}
+
+struct Piece {
+  uint4 units[kPieceUnits];
+  int2 route;
+};
+
+__device__ __forceinline__ void LoadPiece(const FewParams& few,
+                                          const PieceAt& at, Piece& piece) {
+  piece.route = {-1, -1};
+  if (!at.Exists(few)) return;
+  const Leaf& leaf = few.rows.leaves[at.leaf];
+  const PieceCut& cut = few.cuts[at.leaf];
+  const int32_t token = cut.TokenOf(at.item);
+  piece.route = RouteOf(few.rows, token);
+  const UnitsOfLane units(cut, at.item - token * cut.parts);
+  const auto* from =
+      reinterpret_cast<const uint4*>(leaf.in + token * leaf.row_bytes) +
+      units.first;
+#pragma unroll
+  for (int i = 0; i < kPieceUnits; ++i) {
+    if (units.Has(i)) piece.units[i] = LoadUnit(from + i * kWarpSize);
+  }
+}
+
+// What units of 16 bytes cannot move, with few registers: a piece is in others.
+__device__ __forceinline__ void CopyPart(const std::byte* in, uint64_t target,
+                                         uint32_t targets, int64_t row_bytes,
+                                         int32_t part, int32_t parts) {
+  const uint32_t bits = OrOverWarp(
+      reinterpret_cast<uint64_t>(in) | static_cast<uint64_t>(row_bytes) |
+      (targets >> (threadIdx.x % kWarpSize) & 1 ? target : 0));
+  if (UnitBytes(bits) >= 4) {
+    CopyUnits<uint32_t, 4>(in, target, targets,
+                           PartOf(row_bytes / 4, part, parts));
+  } else {
+    CopyUnits<uint8_t, 4>(in, target, targets, PartOf(row_bytes, part, parts));
+  }
+}
+
+__device__ __forceinline__ void StorePiece(const FewParams& few,
+                                           std::byte* const* outputs,
+                                           const PieceAt& at,
+                                           const Piece& piece) {
+  const Leaf& leaf = few.rows.leaves[at.leaf];
+  const PieceCut& cut = few.cuts[at.leaf];
+  const int32_t token = cut.TokenOf(at.item);
+  const int32_t part = at.item - token * cut.parts;
+  const uint64_t target = RowAt(few.rows, outputs, at.leaf, piece.route);
+  const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
+  const uint32_t here = __ballot_sync(
+      kAllLanes, target != 0 && piece.route.x == few.rows.op.view.rank);
+  if (cut.row_units == 0 || OrOverWarp(target) % 16 != 0) {
+    CopyPart(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
+             part, cut.parts);
+    return;
+  }
+  const UnitsOfLane units(cut, part);
+  const auto store = [&](uint32_t left) {
+    for (; left != 0; left &= left - 1) {
+      uint4* to = reinterpret_cast<uint4*>(AddressOf(target, __ffs(left) - 1)) +
+                  units.first;
+#pragma unroll
+      for (int i = 0; i < kPieceUnits; ++i) {
+        if (units.Has(i)) StoreUnit(to + i * kWarpSize, piece.units[i]);
+      }
+    }
+  };
+  store(targets & ~here);
+  store(here);
+}
+
+__global__ void __launch_bounds__(kRowThreads, 1)
+    FewDispatchKernel(const __grid_constant__ FewParams few) {
+  __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
+  const DispatchParams& params = few.rows;
+  const Control control(params.op, "dispatch");
+  if (blockIdx.x == 0) PublishFree(params, control);
+  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  PieceAt at = PieceAt::First(few, workers);
+  PieceAt next_at = at.Next(few, workers);
+  Piece piece, next;
+  LoadPiece(few, at, piece);
+  LoadPiece(few, next_at, next);
+  const bool staged = WaitReady(control, outputs, params.num_leaves);
+  while (at.Exists(few)) {
+    StorePiece(few, outputs, at, piece);
+    at = next_at;
+    piece = next;
+    next_at = next_at.Next(few, workers);
+    LoadPiece(few, next_at, next);
+  }
+  ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
+                 int64_t{gridDim.x} * kRowThreads);
+  if (staged) MoveStaged(params, Control(control), outputs);
+  CloseBlock(control);
+  if (IsLastBlock(control)) {
+    CloseFew(control);
+    if (staged) EndStaged(Control(control));
     AdvanceEpoch(control);
   }
 }
@@ -188,6 +347,14 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 }  // namespace
 
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
+  FewParams few;
+  if (!CutFew(params, few)) return LaunchGeneralDispatch(params, stream);
+  FewDispatchKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
+  return cudaPeekAtLastError();
+}
+
+cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
+                                  cudaStream_t stream) {
   DispatchKernel<<<params.op.view.num_sms, kRowThreads,
                    params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
       params);
@@ -196,6 +363,10 @@ cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
 
 const void* DispatchKernelAddress() {
   return reinterpret_cast<const void*>(&DispatchKernel);
+}
+
+const void* FewDispatchKernelAddress() {
+  return reinterpret_cast<const void*>(&FewDispatchKernel);
 }
 
 }  // namespace jax_ep

@@ -40,49 +40,142 @@ JAX_EP_HOST_DEVICE constexpr int32_t RoutesPerToken(int32_t top_k,
   return top_k < num_ranks ? top_k : num_ranks;
 }
 
-// Scratch of a plan, in int32 elements: received [R][L], what each source sends
-// to each local expert, added up there by the sources themselves.
+// How a plan by pushed ids (cc/pushed_plan.cu) is cut, from shapes alone, so
+// that all ranks agree. Each rank's tokens stand in `num_parts` parts: one
+// where a block can take the tokens of all ranks at once, else enough to keep
+// several blocks busy.
+struct PushedPlan {
+  // Parts, and so blocks, at most.
+  static constexpr int32_t kMaxParts = 32;
+  // Words of ids that a rank has room for, from all of its peers.
+  static constexpr int64_t kIdWords = 16384;
+  // Tokens of all ranks that one block takes, and what it gets of more.
+  static constexpr int64_t kTokensOfOneBlock = 1024;
+  static constexpr int64_t kTokensPerBlock = 512;
+  // A part's tokens, so that each has a thread; rows that it counts, warps
+  // times ranks.
+  static constexpr int64_t kMaxPartTokens = 1024;
+  static constexpr int32_t kMaxPartRows = 1024;
+  // Local experts that a block counts in shared memory.
+  static constexpr int32_t kMaxLocalExperts = 2048;
+  // What stands for "no expert" among 16-bit ids.
+  static constexpr int32_t kNoExpert = 0xFFFF;
+
+  bool fits;          // else the plan is made by cc/plan.cu
+  int32_t num_words;  // of a token: two ids each
+  int32_t num_parts;
+  int32_t part_tokens;  // a multiple of 32; the last part may have fewer
+
+  // Words for counts: [num_parts][R][R] fits.
+  JAX_EP_HOST_DEVICE static constexpr int32_t CountWords(int32_t num_ranks) {
+    const int32_t most = kMaxParts * num_ranks * num_ranks;
+    return most < kMaxRanks * kMaxRanks ? most : kMaxRanks * kMaxRanks;
+  }
+
+  JAX_EP_HOST_DEVICE constexpr PushedPlan(int32_t num_ranks, int64_t num_tokens,
+                                          int32_t top_k, int32_t num_experts)
+      : fits(false), num_words((top_k + 1) / 2), num_parts(1), part_tokens(32) {
+    const int64_t peers = num_ranks > 1 ? num_ranks - 1 : 1;
+    if (num_tokens * num_words * peers > kIdWords) return;
+    if (num_experts > kNoExpert) return;
+    if (LocalExperts(num_experts, num_ranks) > kMaxLocalExperts) return;
+    const int64_t tokens = num_tokens * num_ranks;
+    int64_t parts = tokens <= kTokensOfOneBlock
+                        ? 1
+                        : (tokens + kTokensPerBlock - 1) / kTokensPerBlock;
+    if (parts > kMaxParts) parts = kMaxParts;
+    const int32_t room = CountWords(num_ranks) / (num_ranks * num_ranks);
+    if (parts > room) parts = room;
+    const int64_t share = (num_tokens + parts * 32 - 1) / (parts * 32) * 32;
+    if (share > kMaxPartTokens || share / 32 * num_ranks > kMaxPartRows) return;
+    fits = true;
+    if (share == 0) return;
+    part_tokens = static_cast<int32_t>(share);
+    num_parts = static_cast<int32_t>((num_tokens + share - 1) / share);
+  }
+};
+
+// Scratch of a plan, in int32 elements. By pushed ids: counts of the local
+// experts by each block. Else received [R][L], what each source sends to each
+// local expert, added up there by the sources themselves.
 JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
                                                        int32_t num_experts) {
-  return int64_t{num_ranks} * LocalExperts(num_experts, num_ranks);
+  const int32_t local_experts = LocalExperts(num_experts, num_ranks);
+  const bool pushed = local_experts <= PushedPlan::kMaxLocalExperts;
+  const int32_t rows = pushed && num_ranks < PushedPlan::kMaxParts
+                           ? PushedPlan::kMaxParts
+                           : num_ranks;
+  return int64_t{rows} * local_experts;
 }
 
 // Control memory of one rank: kSlots control slots, one for each call site in
-// flight. Words written by peers hold (epoch << 32 | payload), so that they are
-// never reset. A slot is cut as
+// flight, the first kPlanSlots of them for plans, which have two windows each
+// behind all slots. Words written by peers hold (epoch << 32 | payload), so
+// that they are never reset. A slot is cut as
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
+//   ticket    u32, parts of the running operation that blocks have taken
 //   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
 //             its tag, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 //   turn      u64, rank 0 says that staging memory is this operation's
+//   blocks    [R][kDoneBlocks] u64, a block of a peer is done (few tokens);
+//   says
+//             how many blocks there are
+// and a window, which takes turns with its twin from epoch to epoch (plan by
+// pushed ids), as
+//   ids       [R - 1][num_words][T] u64, from the peers in order: two ids each
+//   counts    [num_parts][R][R] u64, as above, for each part of the tokens
+//   tags      [R] u64
 struct ControlLayout {
   static constexpr int64_t kSlots = 1024;
+  static constexpr int64_t kPlanSlots = 128;
   // The last slot serves all flights: they follow each other on a stream of
   // their own, beside which the other slots are used.
   static constexpr int64_t kFlightSlot = kSlots - 1;
   static constexpr int32_t kReadyWords = 1 + 2 * kMaxLeaves;
+  // Blocks of an operation on few tokens at most.
+  static constexpr int32_t kDoneBlocks = 32;
 
   int64_t epoch;
   int64_t finished;
+  int64_t ticket;
   int64_t ready;
   int64_t done;
   int64_t counts;
   int64_t turn;
+  int64_t blocks;
   int64_t slot_bytes;
+  int64_t windows;
+  int64_t window_counts;
+  int64_t window_tags;
+  int64_t window_bytes;
 
   JAX_EP_HOST_DEVICE constexpr explicit ControlLayout(int32_t num_ranks)
       : epoch(0),
         finished(4),
-        ready(8),
+        ticket(8),
+        ready(16),
         done(ready + int64_t{num_ranks} * kReadyWords * 8),
         counts(done + num_ranks * 8),
         turn(counts + int64_t{num_ranks} * num_ranks * 8),
-        slot_bytes((turn + 8 + 127) / 128 * 128) {}
+        blocks(turn + 8),
+        slot_bytes((blocks + int64_t{num_ranks} * kDoneBlocks * 8 + 127) / 128 *
+                   128),
+        windows(kSlots * slot_bytes),
+        window_counts(num_ranks > 1 ? PushedPlan::kIdWords * 8 : 0),
+        window_tags(window_counts +
+                    int64_t{PushedPlan::CountWords(num_ranks)} * 8),
+        window_bytes((window_tags + num_ranks * 8 + 127) / 128 * 128) {}
 
+  // Of a plan's slot at this epoch.
+  JAX_EP_HOST_DEVICE constexpr int64_t window(int32_t slot,
+                                              uint32_t epoch) const {
+    return windows + (int64_t{slot} * 2 + epoch % 2) * window_bytes;
+  }
   JAX_EP_HOST_DEVICE constexpr int64_t size() const {
-    return kSlots * slot_bytes;
+    return windows + 2 * kPlanSlots * window_bytes;
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "cc/element.h"
 #include "cc/layout.h"
@@ -68,14 +69,24 @@ using DispatchParams = RowParams;
 // Leaves [C, ...] -> [T, ...].
 using CombineParams = RowParams;
 
+// Takes the way of LaunchPushedPlan where PushedPlan in cc/layout.h says so.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
+cudaError_t LaunchPushedPlan(const PlanParams& params, cudaStream_t stream);
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
+// What the two above do where tokens are not few (cc/device/few_tokens.cuh).
+cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
+                                  cudaStream_t stream);
+cudaError_t LaunchGeneralCombine(const CombineParams& params,
+                                 cudaStream_t stream);
 
 // The kernels themselves, for loading them ahead of the first launch.
 const void* PlanKernelAddress();
+std::vector<const void*> PushedPlanKernelAddresses();
 const void* DispatchKernelAddress();
+const void* FewDispatchKernelAddress();
 const void* CombineKernelAddress();
+const void* FewCombineKernelAddress();
 
 // Dynamic shared memory of the row-moving kernels where view.has_bulk.
 inline constexpr int kBulkSharedBytes = 192 << 10;

@@ -1,4 +1,5 @@
 // plan: from the experts of this rank's tokens to slots in the peers' buffers.
+// For any number of tokens; small batches go the way of cc/pushed_plan.cu.
 //
 // Launch: some blocks of kPlanThreads, no more than view.num_sms.
 // Roles:  block 0 counts the rows of all tokens for each rank and tells the
@@ -18,6 +19,7 @@
 //         its address is published.
 #include <cuda_runtime.h>
 
+#include "cc/device/plan.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
@@ -55,11 +57,8 @@ struct Planner {
   const PlanParams& params;
   const Control& control;
   Scratch& scratch;
+  ExpertMap experts;
   int32_t num_ranks;
-  int32_t local_experts;
-  // ceil(2^32 / local_experts), 0 for 1: an id's rank by a multiplication,
-  // exact for ids and local_experts up to 2^16.
-  uint32_t reciprocal;
   int32_t warp;
   int32_t lane;
 
@@ -67,23 +66,11 @@ struct Planner {
       : params(p),
         control(c),
         scratch(s),
+        experts(p),
         num_ranks(p.op.view.num_ranks),
-        local_experts(LocalExperts(p.num_experts, p.op.view.num_ranks)),
-        reciprocal(local_experts == 1 ? 0 : 0xFFFFFFFFu / local_experts + 1),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
-  __device__ bool IsExpert(int32_t id) const {
-    return static_cast<uint32_t>(id) <
-           static_cast<uint32_t>(params.num_experts);
-  }
-  __device__ int32_t RankOf(int32_t id) const {
-    return reciprocal == 0 ? id
-                           : static_cast<int32_t>(__umulhi(id, reciprocal));
-  }
-  __device__ uint64_t RankBit(int32_t id) const {
-    return IsExpert(id) ? uint64_t{1} << RankOf(id) : 0;
-  }
   __device__ uint64_t RanksOf(int64_t token) const;
   __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
   __device__ void CountTokens(int64_t end) const;
@@ -92,9 +79,7 @@ struct Planner {
   __device__ void WriteTokens(Range chunks) const;
   __device__ void WriteRoutes(int64_t token, uint64_t ranks) const;
   __device__ void WriteRow(int64_t token, int32_t rank, int32_t slot) const;
-  __device__ void FillEmptySlots() const;
   __device__ void SendExpertCounts() const;
-  __device__ void WriteTotals() const;
   __device__ void WriteExpertCounts() const;
 };
 
@@ -106,11 +91,13 @@ __device__ uint64_t Planner::RanksOf(int64_t token) const {
   if (params.top_k % 4 == 0) {
     for (int32_t k = 0; k < params.top_k; k += 4) {
       const int4 four = __ldg(reinterpret_cast<const int4*>(ids + k));
-      ranks |=
-          RankBit(four.x) | RankBit(four.y) | RankBit(four.z) | RankBit(four.w);
+      ranks |= experts.RankBit(four.x) | experts.RankBit(four.y) |
+               experts.RankBit(four.z) | experts.RankBit(four.w);
     }
   } else {
-    for (int32_t k = 0; k < params.top_k; ++k) ranks |= RankBit(__ldg(ids + k));
+    for (int32_t k = 0; k < params.top_k; ++k) {
+      ranks |= experts.RankBit(__ldg(ids + k));
+    }
   }
   return ranks;
 }
@@ -249,10 +236,11 @@ __device__ void Planner::WriteRow(int64_t token, int32_t rank,
                        scratch.peers[kRecvTopkIdx * num_ranks + rank]) +
                    int64_t{slot} * params.top_k;
   const int32_t* ids = params.topk_idx + token * params.top_k;
+  const int32_t local_experts = experts.local_experts;
   const int32_t first = rank * local_experts;
   const auto local = [&](int32_t id) {
-    const bool here = IsExpert(id) && id >= first && id - first < local_experts;
-    if (!here) return -1;
+    const bool here = experts.IsExpert(id) && id >= first;
+    if (!here || id - first >= local_experts) return -1;
     if (id < kSharedExperts) {
       atomicAdd(scratch.sent + id, 1);
     } else {
@@ -276,26 +264,14 @@ __device__ void Planner::WriteRow(int64_t token, int32_t rank,
   }
 }
 
-__device__ void Planner::FillEmptySlots() const {
-  const int64_t thread = int64_t{blockIdx.x} * kPlanThreads + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * kPlanThreads;
-  const int64_t filled = min(int64_t{scratch.demand}, params.capacity);
-  for (int64_t i = filled + thread; i < params.capacity; i += threads) {
-    params.recv_src[i] = -1;
-  }
-  for (int64_t i = filled * params.top_k + thread;
-       i < params.capacity * params.top_k; i += threads) {
-    params.recv_topk_idx[i] = -1;
-  }
-}
-
 // Adds what this block sends to each expert to the owner's counts.
 __device__ void Planner::SendExpertCounts() const {
   __syncthreads();
+  const int32_t local_experts = experts.local_experts;
   const int32_t shared = min(params.num_experts, kSharedExperts);
   for (int32_t e = threadIdx.x; e < shared; e += kPlanThreads) {
     if (scratch.sent[e] == 0) continue;
-    const int32_t rank = RankOf(e);
+    const int32_t rank = experts.RankOf(e);
     auto* received =
         reinterpret_cast<int32_t*>(scratch.peers[kReceived * num_ranks + rank]);
     ptx::AddRelaxedSys(
@@ -304,32 +280,15 @@ __device__ void Planner::SendExpertCounts() const {
   }
 }
 
-// Block 0: what follows from the counts alone.
-__device__ void Planner::WriteTotals() const {
-  if (threadIdx.x != 0) return;
-  int64_t before = 0;
-  for (int32_t source = 0; source < num_ranks; ++source) {
-    const int32_t rows = scratch.received_rows[source];
-    const int64_t room = max(params.capacity - before, int64_t{0});
-    params.recv_counts[source] = static_cast<int32_t>(min(int64_t{rows}, room));
-    before += rows;
-  }
-  *params.num_demand = scratch.demand;
-  *params.num_recv =
-      static_cast<int32_t>(min(int64_t{scratch.demand}, params.capacity));
-  *params.overflow = scratch.demand > params.capacity;
-}
-
 // Last block, after the peers have closed.
 __device__ void Planner::WriteExpertCounts() const {
+  const int32_t local_experts = experts.local_experts;
   for (int32_t e = threadIdx.x; e < local_experts; e += kPlanThreads) {
     int32_t count = 0;
     for (int32_t source = 0; source < num_ranks; ++source) {
       count += __ldcg(params.workspace + source * local_experts + e);
     }
-    params.expert_counts[e] = count;
-    params.group_sizes[e] = (count + params.expert_alignment - 1) /
-                            params.expert_alignment * params.expert_alignment;
+    WriteExpertCount(params, e, count);
   }
 }
 
@@ -345,9 +304,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     scratch.sent[e] = 0;
   }
   if (blockIdx.x == 0) {
-    const int64_t workspace =
-        PlanWorkspaceSize(planner.num_ranks, params.num_experts);
-    for (int64_t i = threadIdx.x; i < workspace; i += kPlanThreads) {
+    const int32_t sums = planner.num_ranks * planner.experts.local_experts;
+    for (int32_t i = threadIdx.x; i < sums; i += kPlanThreads) {
       params.workspace[i] = 0;
     }
     if (threadIdx.x == 0) {
@@ -367,17 +325,20 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   const bool staged = planner.LearnSlots();
   planner.WriteTokens(chunks);
-  planner.FillEmptySlots();
+  FillEmptySlots(params, scratch.demand);
   planner.SendExpertCounts();
-  if (blockIdx.x == 0) planner.WriteTotals();
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    WriteTotals(params, scratch.received_rows, scratch.demand);
+  }
   if (IsLastBlock(control)) {
     if (staged) {
-      MoveStaged(params, control, scratch.peers, scratch.received_rows);
+      MoveStaged(params, Control(control), scratch.peers,
+                 scratch.received_rows);
       // Its teams end apart, and `done` says that all rings are drained.
       __syncthreads();
     }
     CloseWithPeers(control);
-    if (staged) EndStaged(control);
+    if (staged) EndStaged(Control(control));
     planner.WriteExpertCounts();
     AdvanceEpoch(control);
   }
@@ -386,6 +347,11 @@ __global__ void __launch_bounds__(kPlanThreads)
 }  // namespace
 
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
+  const PushedPlan pushed(params.op.view.num_ranks, params.num_tokens,
+                          params.top_k, params.num_experts);
+  if (pushed.fits && params.op.slot < ControlLayout::kPlanSlots) {
+    return LaunchPushedPlan(params, stream);
+  }
   const int64_t chunks = (params.num_tokens + kChunk - 1) / kChunk;
   const int64_t wanted = (chunks + kChunksPerBlock - 1) / kChunksPerBlock;
   const int64_t most = params.op.view.num_sms;

@@ -183,8 +183,17 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
                         cudaMemcpyHostToDevice, stream));
   check(cudaMemcpyAsync(b.in, in.data(), in.size() * sizeof(float),
                         cudaMemcpyHostToDevice, stream));
+  // A plan in a slot without windows goes the general way.
+  PlanParams general = b.plan;
+  general.op.slot = ControlLayout::kPlanSlots;
+  if (status == cudaSuccess) check(LaunchPlan(general, stream));
   if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
+  // Rows go there and back by the kernels for few tokens and by the others.
   if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
+  if (status == cudaSuccess) check(LaunchGeneralCombine(b.combine, stream));
+  RowParams again = b.dispatch;
+  again.leaves[0].in = reinterpret_cast<const std::byte*>(b.out);
+  if (status == cudaSuccess) check(LaunchGeneralDispatch(again, stream));
   if (status == cudaSuccess) check(LaunchCombine(b.combine, stream));
   if (status == cudaSuccess) check(LaunchExpertRows(b.expert_rows, stream));
   if (status == cudaSuccess) {
@@ -252,9 +261,12 @@ std::string SelfTest(int ordinal) {
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
   kernels.insert(
       kernels.end(),
-      {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress(),
+      {PlanKernelAddress(), DispatchKernelAddress(), FewDispatchKernelAddress(),
+       CombineKernelAddress(), FewCombineKernelAddress(),
        DispatchPermuteKernelAddress(), PermuteKernelAddress(),
        UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  const std::vector<const void*> pushed = PushedPlanKernelAddresses();
+  kernels.insert(kernels.end(), pushed.begin(), pushed.end());
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;

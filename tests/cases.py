@@ -272,6 +272,10 @@ CASES = (
     Case("experts_5", uniform, top_k=2, experts=5, expert_alignment=7),
     Case("experts_1", duplicates, tokens=3, top_k=2, experts=1),
     Case("widest", out_of_range, tokens=5, top_k=32, experts=2048),
+    # More than plans by pushed ids take (PushedPlan in cc/layout.h): experts in
+    # all, experts of a rank. The second has work for several blocks.
+    Case("experts_65536", strided, tokens=5, top_k=3, experts=1 << 16),
+    Case("experts_2100_a_rank", strided, tokens=257, top_k=4, experts=-2100),
     # Capacity.
     Case("exact_capacity", log_normal, capacity=lambda demand: demand),
     Case("one_over", log_normal, capacity=lambda demand: demand - 1),

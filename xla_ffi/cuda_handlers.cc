@@ -316,12 +316,17 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
   if (read.has_error()) return ffi::Unexpected(read.error());
   const std::shared_ptr<CudaCommunicator>& communicator = read->communicator;
   const auto channel = static_cast<uint32_t>(read->channel);
+  // Only a plan says how many experts there are.
+  const bool plans = attributes.contains("num_experts");
+  const ControlSlots::Kind& kind =
+      plans ? ControlSlots::kPlans : ControlSlots::kOthers;
+  std::atomic<uint32_t>& sites =
+      plans ? communicator->num_plan_sites : communicator->num_other_sites;
   const ControlSlots::Site site =
       communicator->has_other_processes
-          ? communicator->slots.Take(channel)
+          ? communicator->slots.Take(kind, channel)
           : ControlSlots::Site{
-                .slot = static_cast<int32_t>(communicator->num_sites++ %
-                                             ControlLayout::kFlightSlot),
+                .slot = kind.first + static_cast<int32_t>(sites++ % kind.count),
                 .instance = 0};
   return std::make_unique<CudaCallSite>(CudaCallSite{
       .communicator = communicator,

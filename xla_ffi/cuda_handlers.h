@@ -43,7 +43,8 @@ struct CudaCommunicator {
   std::vector<uint64_t> allocated;  // to free
   // Slots of call sites: in one process every site is the same object for all
   // ranks, so they are dealt out; otherwise processes have to agree.
-  std::atomic<uint32_t> num_sites{0};
+  std::atomic<uint32_t> num_plan_sites{0};
+  std::atomic<uint32_t> num_other_sites{0};
   ControlSlots slots;
   // Made by the first start or done of an operation in two halves.
   std::mutex flights_mutex;

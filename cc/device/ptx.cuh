@@ -30,6 +30,16 @@ __device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
                : "memory");
 }
 
+// Pairs with StoreRelaxedSys. Not served from the first-level cache.
+__device__ __forceinline__ uint64_t LoadRelaxedSys(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
+               : "=l"(value)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+
 // Adds without an answer. The word may stand on a peer.
 __device__ __forceinline__ void AddRelaxedSys(int32_t* p, int32_t value) {
   asm volatile("red.relaxed.sys.global.add.s32 [%0], %1;" ::"l"(p), "r"(value)
@@ -48,7 +58,18 @@ __device__ __forceinline__ uint32_t IncrementAcqRelGpu(uint32_t* p,
   return old;
 }
 
-// The same two between the warps of a block, through shared memory.
+// The same for handing out numbers: no order with other accesses.
+__device__ __forceinline__ uint32_t IncrementRelaxedGpu(uint32_t* p,
+                                                        uint32_t limit) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(limit)
+               : "memory");
+  return old;
+}
+
+// Acquire and release between the warps of a block, through shared memory.
 __device__ __forceinline__ uint32_t LoadAcquireCta(const uint32_t* p) {
   uint32_t value;
   asm volatile("ld.acquire.cta.u32 %0, [%1];"
@@ -101,6 +122,18 @@ __device__ __forceinline__ void StoreStreaming(uint4* p, uint4 v) {
       "st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
       : "memory");
+}
+
+// Two numbers rounded to nearest even, the first in the low half.
+__device__ __forceinline__ uint32_t RoundToBf16Pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ uint32_t RoundToF16Pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 }  // namespace jax_ep::ptx

@@ -37,11 +37,13 @@ struct Control {
       : op(operation),
         name(operation_name),
         layout(operation.view.num_ranks),
-        epoch(*reinterpret_cast<volatile uint32_t*>(Slot(operation.view.rank) +
-                                                    layout.epoch) +
-              1) {
-    // Words that nobody has written yet hold epoch 0, so none is called that.
-    if (epoch == 0) epoch = 1;
+        epoch(After(*reinterpret_cast<volatile uint32_t*>(
+            Slot(operation.view.rank) + layout.epoch))) {}
+
+  // Words that nobody has written yet hold epoch 0, so none is called that; odd
+  // and even epochs take turns.
+  static __device__ uint32_t After(uint32_t last) {
+    return last == 0xFFFFFFFF ? 2 : last + 1;
   }
 
   __device__ int32_t rank() const { return op.view.rank; }
@@ -67,15 +69,27 @@ struct Control {
   __device__ uint64_t* Turn(int32_t owner) const {
     return reinterpret_cast<uint64_t*>(Slot(owner) + layout.turn);
   }
+  // What block `block` of `from` keeps on `owner` (cc/device/few_tokens.cuh).
+  __device__ uint64_t* BlockDone(int32_t owner, int32_t from,
+                                 int32_t block) const {
+    return reinterpret_cast<uint64_t*>(Slot(owner) + layout.blocks) +
+           from * ControlLayout::kDoneBlocks + block;
+  }
   __device__ uint64_t Word(uint32_t payload) const {
     return uint64_t{epoch} << 32 | payload;
   }
 };
 
+// Ends a launch that cannot go on. To say so keeps registers from being saved
+// where this is called.
+[[noreturn]] static __device__ __forceinline__ void Trap() {
+  __trap();
+  __builtin_unreachable();
+}
+
 // Out of line: keeps printf's stack out of the waiting code.
-static __device__ __noinline__ void TimedOut(const Control& control,
-                                             const char* step, int32_t peer,
-                                             uint64_t seen) {
+[[noreturn]] static __device__ __noinline__ void TimedOut(
+    const Control& control, const char* step, int32_t peer, uint64_t seen) {
   printf(
       "jax_ep %s (channel %u): rank %d waited %.1f s for %s of rank %d: "
       "expected epoch %u, seen %u (channel or count %u)\n",
@@ -83,7 +97,7 @@ static __device__ __noinline__ void TimedOut(const Control& control,
       static_cast<double>(control.op.view.timeout_ns) * 1e-9, step, peer,
       control.epoch, static_cast<uint32_t>(seen >> 32),
       static_cast<uint32_t>(seen));
-  __trap();
+  Trap();
 }
 
 // Waits until `word` holds this epoch; returns its payload. Acquire: what the
@@ -103,7 +117,8 @@ static __device__ __forceinline__ uint32_t Wait(const Control& control,
       return static_cast<uint32_t>(seen);
     }
     if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
-      TimedOut(control, step, peer, seen);
+      // A copy: what stands in registers has no address.
+      TimedOut(Control(control), step, peer, seen);
     }
   }
 }
@@ -141,23 +156,23 @@ static __device__ void PublishReady(const Control& control,
   }
 }
 
-static __device__ __noinline__ void OtherOperation(const Control& control,
-                                                   int32_t peer, uint32_t tag) {
+[[noreturn]] static __device__ __noinline__ void OtherOperation(
+    const Control& control, int32_t peer, uint32_t tag) {
   printf(
       "jax_ep %s (channel %u): rank %d found rank %d in another operation "
       "(channel %u)\n",
       control.name, control.op.channel, control.rank(), peer, tag & 0xffff);
-  __trap();
+  Trap();
 }
 
-static __device__ __noinline__ void NoRegion(const Control& control,
-                                             int32_t peer, uint64_t address) {
+[[noreturn]] static __device__ __noinline__ void NoRegion(
+    const Control& control, int32_t peer, uint64_t address) {
   printf(
       "jax_ep %s (channel %u): rank %d has no region for address %llx of rank "
       "%d\n",
       control.name, control.op.channel, control.rank(),
       static_cast<unsigned long long>(address), peer);
-  __trap();
+  Trap();
 }
 
 // Where this rank sees an address that `peer` published; nullptr where it
@@ -176,8 +191,7 @@ static __device__ std::byte* Reach(const Control& control, int32_t peer,
       return reinterpret_cast<std::byte*>(region[i].here + offset);
     }
   }
-  NoRegion(control, peer, address);
-  return nullptr;
+  NoRegion(Control(control), peer, address);
 }
 
 // Waits for every peer's addresses: peers[i * R + r] is address i of rank r as
@@ -197,7 +211,9 @@ static __device__ bool WaitReady(const Control& control, std::byte** peers,
         Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
              peer);
     if (word == 0) {
-      if (payload != control.op.tag) OtherOperation(control, peer, payload);
+      if (payload != control.op.tag) {
+        OtherOperation(Control(control), peer, payload);
+      }
     } else {
       // Little endian: the low half stands first.
       const int32_t address = (word - 1) / 2 * num_ranks + peer;
