@@ -264,6 +264,8 @@ CASES = (
     Case("no_tokens", uniform, tokens=0),
     Case("one_token", uniform, tokens=1),
     Case("many_tokens", log_normal, tokens=1031, top_k=4, expert_alignment=128),
+    # Not few any more, however short rows are (cc/device/few_tokens.cuh).
+    Case("more_tokens", uniform, tokens=2057, top_k=2),
     # Choices and experts; with E = 5 over 8 ranks some ranks own none.
     Case("top_1", uniform, top_k=1),
     Case("top_22", uniform, tokens=7, top_k=22, experts=24),
