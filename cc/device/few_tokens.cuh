@@ -16,12 +16,13 @@
 
 namespace jax_ep {
 
-// Units of 16 bytes that a lane has of a piece at most.
-inline constexpr int kPieceUnits = 8;
+// Units of 16 bytes that a lane has of a piece at most: with 24 blocks each
+// warp has one piece of 128 rows of 14 KB.
+inline constexpr int kPieceUnits = 10;
 inline constexpr int64_t kPieceBytes = kPieceUnits * kWarpSize * 16;
-// Tokens are few where there are no more pieces: 512 tokens of 14 KB. All ranks
+// Tokens are few where there are no more pieces: 256 tokens of 14 KB. All ranks
 // have to agree, so it is a matter of sizes alone.
-inline constexpr int64_t kFewPieces = 2048;
+inline constexpr int64_t kFewPieces = 768;
 static_assert(kFewPieces <= 0x10000);
 
 // How a leaf's rows are cut, worked out on the host.
@@ -66,19 +67,24 @@ struct FewParams {
 
 // Whether tokens are few; if so `few` gets the parameters.
 inline bool CutFew(const RowParams& rows, FewParams& few) {
+  const int64_t warps = int64_t{FewBlocks(rows.op.view)} * kRowWarps;
   int64_t pieces = 0;
   for (int32_t i = 0; i < rows.num_leaves; ++i) {
     const Leaf& leaf = rows.leaves[i];
-    const int64_t parts = (leaf.row_bytes + kPieceBytes - 1) / kPieceBytes;
-    const int64_t items = parts * rows.num_tokens;
-    pieces += items;
-    if (parts < 1 || parts > kFewPieces || pieces > kFewPieces) return false;
+    const int64_t least = (leaf.row_bytes + kPieceBytes - 1) / kPieceBytes;
+    pieces += least * rows.num_tokens;
+    if (least < 1 || least > kFewPieces || pieces > kFewPieces) return false;
     const uint64_t bits = reinterpret_cast<uint64_t>(leaf.in) |
                           reinterpret_cast<uint64_t>(leaf.out) |
                           static_cast<uint64_t>(leaf.row_bytes);
     const int64_t units = leaf.row_bytes / 16;
+    // Smaller pieces where there are warps without one.
+    const int64_t most = (units + kWarpSize - 1) / kWarpSize;
+    int64_t parts = rows.num_tokens == 0 ? 1 : warps / rows.num_tokens;
+    if (parts > most) parts = most;
+    if (parts < least) parts = least;
     few.cuts[i] = {
-        .items = static_cast<int32_t>(items),
+        .items = static_cast<int32_t>(parts * rows.num_tokens),
         .parts = static_cast<int32_t>(parts),
         .reciprocal =
             parts == 1 ? 0 : static_cast<uint32_t>(0xFFFFFFFFu / parts + 1),
