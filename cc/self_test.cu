@@ -8,6 +8,7 @@
 #include "cc/expert_layout.h"
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
+#include "cc/low_latency.h"
 #include "cc/ops.h"
 #include "cc/self_test.h"
 
@@ -255,6 +256,10 @@ std::string SelfTest(int ordinal) {
       {PlanKernelAddress(), DispatchKernelAddress(), CombineKernelAddress(),
        DispatchPermuteKernelAddress(), PermuteKernelAddress(),
        UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  for (const auto& more : {LowLatencyDispatchKernelAddresses(),
+                           LowLatencyCombineKernelAddresses()}) {
+    kernels.insert(kernels.end(), more.begin(), more.end());
+  }
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;
