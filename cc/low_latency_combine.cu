@@ -119,11 +119,33 @@ struct Combiner {
                         : -1;
   }
 
+  // A part of a row of the peers' tokens: token after token, of all peers in
+  // turn.
+  struct Item {
+    int32_t source;
+    int32_t token;
+    int32_t chunk;
+    int32_t first;  // unit
+  };
+  __device__ Item PeersItem(int32_t i) const {
+    const int32_t pair = launch.by_chunks.Divide(i);
+    const int32_t token = launch.by_peers.Divide(pair);
+    int32_t source = me + 1 + pair - token * (num_ranks - 1);
+    if (source >= num_ranks) source -= num_ranks;
+    const int32_t chunk = i - pair * launch.num_chunks;
+    return {source, token, chunk, chunk * Protocol::kUnits};
+  }
+  __device__ void Push(const Item& item, const Units& units) const {
+    Protocol::Store(window.Chunk(item.source, me, item.token, item.chunk),
+                    units, num_units - item.first, window.epoch);
+  }
+
   __device__ void SendWeights() const;
   template <typename WeightOf>
-  __device__ void SumExperts(int32_t place, int32_t row, int32_t first,
+  __device__ void SumExperts(int32_t place, int32_t first,
                              const WeightOf& weight_of, Units& units) const;
-  __device__ void Send() const;
+  __device__ void SendByRank() const;
+  __device__ void SendByExpert() const;
   __device__ void Receive() const;
 };
 
@@ -154,69 +176,110 @@ __device__ void Combiner<T, Protocol, kWide>::SendWeights() const {
   }
 }
 
-// A token's row as this rank's experts leave it: by rank it stands at `row`, by
-// expert it is the weighted sum of those at the lanes' places, in their order.
-// weight_of() is a lane's weight, and is called when rows are on their way.
-// Some place is >= 0.
+// The weighted sum of the rows at the lanes' places, in their order; some place
+// is >= 0. weight_of() is a lane's weight, and is called when rows are on their
+// way.
 template <typename T, typename Protocol, bool kWide>
 template <typename WeightOf>
 __device__ __forceinline__ void Combiner<T, Protocol, kWide>::SumExperts(
-    int32_t place, int32_t row, int32_t first, const WeightOf& weight_of,
+    int32_t place, int32_t first, const WeightOf& weight_of,
     Units& units) const {
-  if (!params.base.by_expert) return LoadY(row, first, units);
-  uint32_t left = __ballot_sync(kAllLanes, place >= 0);
+  constexpr int kInFlight = 3;
+  Units rows[kInFlight];
+  uint32_t to_load = __ballot_sync(kAllLanes, place >= 0);
+  uint32_t to_add = to_load;
+  const auto load = [&](Units& row) {
+    if (to_load == 0) return;
+    LoadY(__shfl_sync(kAllLanes, place, __ffs(to_load) - 1), first, row);
+    to_load &= to_load - 1;
+  };
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) load(rows[j]);
+  const float weight = weight_of();
   Sum sum;
   sum.Begin(false);
-  Units a, b;
-  int k = __ffs(left) - 1;
-  left &= left - 1;
-  LoadY(__shfl_sync(kAllLanes, place, k), first, a);
-  const float weight = weight_of();
-  // The next row is on its way while one is added.
-  while (k >= 0) {
-    const int next = left != 0 ? __ffs(left) - 1 : -1;
-    left &= left - 1;
-    if (next >= 0) LoadY(__shfl_sync(kAllLanes, place, next), first, b);
-    sum.AddTimes(__shfl_sync(kAllLanes, weight, k), a);
-    k = next;
+  while (to_add != 0) {
 #pragma unroll
-    for (int i = 0; i < Protocol::kPerLane; ++i) a[i] = b[i];
+    for (int j = 0; j < kInFlight; ++j) {
+      if (to_add == 0) break;
+      sum.AddTimes(__shfl_sync(kAllLanes, weight, __ffs(to_add) - 1), rows[j]);
+      to_add &= to_add - 1;
+      load(rows[j]);
+    }
   }
   sum.Round(units);
 }
 
+// Rows of the peers' tokens as they are.
 template <typename T, typename Protocol, bool kWide>
-__device__ void Combiner<T, Protocol, kWide>::Send() const {
-  if (num_ranks == 1) return;
+__device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
+  constexpr int kInFlight = 4;
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
-  if (params.base.by_expert && blockIdx.x == 0) SendWeights();
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
+  for (int32_t base = index; base < num_items; base += kInFlight * count) {
+    Units units[kInFlight];
+    int32_t places[kInFlight];
+    // All that may have come: whether a row did is known when it is here.
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (base + j * count >= num_items) continue;
+      const Item item = PeersItem(base + j * count);
+      places[j] = PlaceOf(item.source, item.token);
+      LoadY(item.source * params.base.stride + item.token, item.first,
+            units[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (base + j * count >= num_items) continue;
+      if (!__any_sync(kAllLanes, places[j] >= 0)) continue;
+      Push(PeersItem(base + j * count), units[j]);
+    }
+  }
+}
+
+// The sums over this rank's experts.
+template <typename T, typename Protocol, bool kWide>
+__device__ void Combiner<T, Protocol, kWide>::SendByExpert() const {
+  if (blockIdx.x == 0) SendWeights();
+  const int32_t count = launch.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.num_senders + blockIdx.x;
+  const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
+  const auto weight_word = [&](const Item& item) {
+    return window.Words(me, item.source) + item.token * top_k + lane;
+  };
+  // Of the next item places and weights are looked at while this one's rows are
+  // on their way.
+  int32_t next_place = -1;
+  uint64_t next_word = 0;
+  const auto look = [&](int32_t i) {
+    next_place = -1;
+    if (i >= num_items || lane >= top_k) return;
+    const Item item = PeersItem(i);
+    next_place = PlaceOf(item.source, item.token);
+    next_word = ptx::LoadRelaxedSys(weight_word(item));
+  };
+  look(index);
   for (int32_t i = index; i < num_items; i += count) {
-    const int32_t pair = launch.by_chunks.Divide(i);
-    const int32_t token = launch.by_peers.Divide(pair);
-    int32_t source = me + 1 + pair - token * (num_ranks - 1);
-    if (source >= num_ranks) source -= num_ranks;
-    const int32_t chunk = i - pair * launch.num_chunks;
-    const int32_t first = chunk * Protocol::kUnits;
-    const int32_t place = PlaceOf(source, token);
+    const int32_t place = next_place;
+    const uint64_t word = next_word;
+    look(i + count);
     if (!__any_sync(kAllLanes, place >= 0)) continue;
+    const Item item = PeersItem(i);
     Units units;
     SumExperts(
-        place, source * params.base.stride + token, first,
+        place, item.first,
         [&] {
           float weight = 0;
           if (place >= 0) {
-            weight = __uint_as_float(WaitWord(
-                window, window.Words(me, source) + token * top_k + lane,
-                "the weights", source));
+            weight = __uint_as_float(WaitWord(window, weight_word(item), word,
+                                              "the weights", item.source));
           }
           __syncwarp();
           return weight;
         },
         units);
-    Protocol::Store(window.Chunk(source, me, token, chunk), units,
-                    num_units - first, window.epoch);
+    Push(item, units);
   }
 }
 
@@ -226,15 +289,28 @@ __device__ void Combiner<T, Protocol, kWide>::Receive() const {
   const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
   const int32_t count = blocks * kWorkWarps;
   const int32_t num_items = num_tokens * launch.num_chunks;
+  const bool by_expert = params.base.by_expert;
+  // Of the next item, while this one's rows are on their way.
+  int32_t next_id = -1, next_place = -1;
+  float next_weight = 0;
+  const auto look_ahead = [&](int32_t i) {
+    if (i >= num_items || lane >= top_k) return;
+    const int32_t token = launch.by_chunks.Divide(i);
+    next_id = __ldg(params.base.topk_idx + token * top_k + lane);
+    if (!by_expert) return;
+    next_place = PlaceOf(me, token);
+    next_weight = __ldg(params.topk_weights + token * top_k + lane);
+  };
+  look_ahead(index);
   for (int32_t i = index; i < num_items; i += count) {
     const int32_t token = launch.by_chunks.Divide(i);
     const int32_t chunk = i - token * launch.num_chunks;
     const int32_t first = chunk * Protocol::kUnits;
     const int32_t left = num_units - first;
-    const int32_t id =
-        lane < top_k ? __ldg(params.base.topk_idx + token * top_k + lane) : -1;
-    const int32_t place = PlaceOf(me, token);
-    const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
+    const int32_t place = next_place;
+    const float weight = next_weight;
+    const uint64_t ranks = RanksOfWarp(experts.RankOf(next_id), num_ranks);
+    look_ahead(i + count);
     uint64_t peers = ranks & ~(uint64_t{1} << me);
     // A look at the first peer's rows while this rank's own are summed.
     uint4 words[kChunkWords];
@@ -246,14 +322,11 @@ __device__ void Combiner<T, Protocol, kWide>::Receive() const {
     look();
     Units own;
     if (ranks >> me & 1) {
-      SumExperts(
-          place, me * params.base.stride + token, first,
-          [&] {
-            return place >= 0
-                       ? __ldg(params.topk_weights + token * top_k + lane)
-                       : 0.f;
-          },
-          own);
+      if (by_expert) {
+        SumExperts(place, first, [&] { return weight; }, own);
+      } else {
+        LoadY(me * params.base.stride + token, first, own);
+      }
     }
     Sum sum;
     sum.Begin(ranks == 0);
@@ -288,7 +361,13 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   HasEpoch();
   const Combiner<T, Protocol, kWide> combiner(launch, window);
   if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
-    combiner.Send();
+    if (window.num_ranks() == 1) {
+      // Nobody is there.
+    } else if (launch.params.base.by_expert) {
+      combiner.SendByExpert();
+    } else {
+      combiner.SendByRank();
+    }
   } else {
     combiner.Receive();
   }

@@ -222,9 +222,10 @@ struct Dispatcher {
   template <typename PlaceOf>
   __device__ void CopyOwn(int32_t index, int32_t count, int32_t begin,
                           int32_t end, const PlaceOf& place_of) const;
-  template <typename ItemAt, typename PlaceOf>
+  template <typename ItemAt, typename Look, typename PlaceOf>
   __device__ void Receive(int32_t index, int32_t count, int32_t num_items,
-                          const ItemAt& item_at, const PlaceOf& place_of) const;
+                          const ItemAt& item_at, const Look& look,
+                          const PlaceOf& place_of) const;
   __device__ void Deliver(const Item& item, int32_t place,
                           const uint4 (&units)[Protocol::kPerLane]) const;
   __device__ void DeliverScales(const Item& item, int32_t place) const;
@@ -397,29 +398,32 @@ __device__ void Dispatcher<Source>::CopyOwn(int32_t index, int32_t count,
   }
 }
 
-// Items of the peers' rows. place_of(item) may wait for the item's ids.
+// Items of the peers' rows. look(item) is a first look at what tells a lane's
+// place, and place_of(item, looked) that place.
 template <typename Source>
-template <typename ItemAt, typename PlaceOf>
+template <typename ItemAt, typename Look, typename PlaceOf>
 __device__ void Dispatcher<Source>::Receive(int32_t index, int32_t count,
                                             int32_t num_items,
                                             const ItemAt& item_at,
+                                            const Look& look,
                                             const PlaceOf& place_of) const {
   for (int32_t base = index; base < num_items; base += kReceiving * count) {
     uint4 words[kReceiving][kChunkWords];
-    // A first look before the ids say whether the row comes at all.
+    decltype(look(Item())) looked[kReceiving];
+    // At the rows too, before it is known whether they come at all.
 #pragma unroll
     for (int j = 0; j < kReceiving; ++j) {
-      if (base + j * count < num_items) {
-        const Item item = item_at(base + j * count);
-        LookAt<Protocol>(window.Chunk(me, item.source, item.token, item.chunk),
-                         item.left, words[j]);
-      }
+      if (base + j * count >= num_items) continue;
+      const Item item = item_at(base + j * count);
+      looked[j] = look(item);
+      LookAt<Protocol>(window.Chunk(me, item.source, item.token, item.chunk),
+                       item.left, words[j]);
     }
 #pragma unroll
     for (int j = 0; j < kReceiving; ++j) {
       if (base + j * count >= num_items) continue;
       const Item item = item_at(base + j * count);
-      const int32_t place = place_of(item);
+      const int32_t place = place_of(item, looked[j]);
       if (!__any_sync(kAllLanes, place >= 0)) continue;
       uint4 units[Protocol::kPerLane];
       WaitChunk<Protocol>(window,
@@ -482,10 +486,16 @@ __device__ void Dispatcher<Source>::ReceiveByRank() const {
       index, count, num_items * (num_ranks - 1),
       [&](int32_t i) { return PeersItem(i); },
       [&](const Item& item) {
+        return lane < top_k
+                   ? ptx::LoadRelaxedSys(IdWord(item.source, item.token))
+                   : 0;
+      },
+      [&](const Item& item, uint64_t looked) {
         int32_t id = -1;
         if (lane < top_k) {
-          id = static_cast<int32_t>(WaitWord(
-              window, IdWord(item.source, item.token), "the ids", item.source));
+          id = static_cast<int32_t>(WaitWord(window,
+                                             IdWord(item.source, item.token),
+                                             looked, "the ids", item.source));
         }
         __syncwarp();
         return place_of(item, id);
@@ -639,7 +649,8 @@ __device__ void Dispatcher<Source>::ReceiveByExpert() const {
   const int32_t first = begin * (num_ranks - 1) * launch.num_chunks;
   Receive(
       warp, kWorkWarps, (end - begin) * (num_ranks - 1) * launch.num_chunks,
-      [&](int32_t i) { return PeersItem(first + i); }, place_of);
+      [&](int32_t i) { return PeersItem(first + i); }, place_of,
+      [](const Item&, int32_t place) { return place; });
 }
 
 template <typename Source>

@@ -299,12 +299,12 @@ def low_latency_dispatch(
         return _gather_rows(_as_bits(leaf), axis_name, num_ranks)
 
     if not by_expert:
-        comes = valid.any(axis=1)
+        row = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32)
+        source = in_slots(jnp.where(valid.any(axis=1), row, -1), -1)
         results = []
         for x in leaves:
-            bits = gathered(x)
-            mask = comes.reshape(-1, *(1,) * (bits.ndim - 1))
-            moved = in_slots(jnp.where(mask, bits, jnp.zeros_like(bits)), 0)
+            moved = _take_rows(gathered(x), source.ravel(), 0)
+            moved = moved.reshape(num_ranks, max_tokens, *moved.shape[1:])
             results.append(_from_bits(moved, x.dtype))
         results.append(in_slots(local, -1))
         if weights is not None:
