@@ -8,6 +8,7 @@
 #include "cc/expert_layout.h"
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
+#include "cc/low_latency.h"
 #include "cc/ops.h"
 #include "cc/self_test.h"
 
@@ -265,8 +266,11 @@ std::string SelfTest(int ordinal) {
        CombineKernelAddress(), FewCombineKernelAddress(),
        DispatchPermuteKernelAddress(), PermuteKernelAddress(),
        UnpermuteKernelAddress(), RowDotsKernelAddress()});
-  const std::vector<const void*> pushed = PushedPlanKernelAddresses();
-  kernels.insert(kernels.end(), pushed.begin(), pushed.end());
+  for (const auto& more :
+       {PushedPlanKernelAddresses(), LowLatencyDispatchKernelAddresses(),
+        LowLatencyCombineKernelAddresses()}) {
+    kernels.insert(kernels.end(), more.begin(), more.end());
+  }
   for (const void* kernel : kernels) {
     problem = Load(ordinal, kernel);
     if (!problem.empty()) break;

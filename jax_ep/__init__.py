@@ -2,6 +2,12 @@
 
 from jax_ep.communicator import Communicator
 from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
+from jax_ep.low_latency import (
+    LowLatencyBuffer,
+    LowLatencyHandle,
+    low_latency_combine,
+    low_latency_dispatch,
+)
 from jax_ep.moe import moe, moe_with_plan
 from jax_ep.ops import combine, dispatch, permute, unpermute
 from jax_ep.overlap import (
@@ -19,6 +25,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Communicator",
     "Flight",
+    "LowLatencyBuffer",
+    "LowLatencyHandle",
     "Plan",
     "combine",
     "combine_done",
@@ -28,6 +36,8 @@ __all__ = [
     "dispatch_done",
     "dispatch_fp8",
     "dispatch_start",
+    "low_latency_combine",
+    "low_latency_dispatch",
     "make_plan",
     "moe",
     "moe_with_plan",

@@ -39,6 +39,15 @@ def dispatch_permute_workspace_size(*, num_ranks: int) -> int:
     return _load("_host").dispatch_permute_workspace_size(num_ranks)
 
 
+def low_latency_bytes(
+    *, num_ranks: int, max_tokens: int, hidden: int, element_bytes: int
+) -> int:
+    """Bytes of each rank's GPU that a low-latency buffer takes."""
+    return _load("_host").low_latency_bytes(
+        num_ranks, max_tokens, hidden, element_bytes
+    )
+
+
 def expert_rows_workspace_size(*, num_pairs: int, local_experts: int) -> int:
     """int32 elements of scratch that expert_rows asks XLA for."""
     return _load("_host").expert_rows_workspace_size(num_pairs, local_experts)

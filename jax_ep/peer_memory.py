@@ -310,6 +310,10 @@ class _SetUp:
             )
         return size
 
+    def _control_bytes(self) -> int:
+        """Bytes of a rank's control memory, without staging memory."""
+        return self.module.control_bytes(self.num_ranks)
+
     def _staging_size(self, num_channels: int) -> tuple[int, int]:
         """Bytes of a rank's staging memory, 0: too few; the least staging_bytes."""
         return self.module.staging_size(
@@ -346,7 +350,7 @@ class _SetUp:
 
     def _allocate(self) -> None:
         """Control memory of groups inside this process."""
-        size = self.module.control_bytes(self.num_ranks)
+        size = self._control_bytes()
         for group, rank, device in self._ranks_here():
             if not self._is_split(self.groups[group]):
                 self.control[group, rank] = self.holdings.allocate(
@@ -365,7 +369,7 @@ class _SetUp:
 
     def _share_control(self, group, rank, device, staging, mine) -> None:
         ordinal = device.local_hardware_id
-        used = self.module.control_bytes(self.num_ranks) + staging
+        used = self._control_bytes() + staging
         address, size, descriptor = self.holdings.allocate_shared(
             ordinal, used + _PROOF_BYTES, self._ordinals(group)
         )
@@ -471,7 +475,7 @@ class _SetUp:
         """Every GPU here has to read what the maker's GPU wrote."""
         proof = bytes.fromhex(piece.proof)
         size, _ = self._staging_size(self.num_channels)
-        at = self.imported[piece] + self.module.control_bytes(self.num_ranks) + size
+        at = self.imported[piece] + self._control_bytes() + size
         for ordinal in self._ordinals(piece.group):
             if self.holdings.read(ordinal, at, len(proof)) != proof:
                 message = f"GPU {ordinal} reads other bytes there than were written"
@@ -554,6 +558,102 @@ class _SetUp:
         address = self.holdings.allocate(ordinal, table.nbytes)
         self.holdings.write(ordinal, address, table)
         return address
+
+
+# Windows of low-latency buffers ----------------------------------------------------
+
+
+def free_bytes(groups: _Groups) -> int:
+    """Free memory of the GPU of this process that has the least."""
+    driver = gpu_memory.driver()
+    least = 1 << 62
+    for ordinal in {d.local_hardware_id for d in _local(groups)}:
+        device = call(driver.cuDeviceGet, ordinal)
+        context = call(driver.cuDevicePrimaryCtxRetain, device)
+        with gpu_memory.Current(driver, context):
+            free, _ = call(driver.cuMemGetInfo)
+        least = min(least, int(free))
+    return least
+
+
+def set_up_windows(
+    identity: int,
+    groups: _Groups,
+    size: int,
+    *,
+    num_sms: int | None,
+    timeout_s: float,
+    processes: bootstrap.Processes | None,
+    links: bootstrap.Links | None,
+) -> Callable[[], Any]:
+    """Makes windows of `size` bytes on every rank. Collective.
+
+    To the native side they are a communicator's control memory.
+
+    Returns:
+      What gives them back.
+
+    Raises:
+      CannotWork: memory cannot be shared.
+      RuntimeError: a call of the driver failed.
+    """
+    set_up = _WindowSetUp(groups, size, num_sms, processes, links)
+    try:
+        set_up.run(None)
+        return set_up.hand_over(identity, timeout_s).release
+    except BaseException:
+        set_up.holdings.release()
+        raise
+
+
+class _WindowSetUp(_SetUp):
+    """Control memory of another size, without arenas and staging memory."""
+
+    def __init__(self, groups, size, num_sms, processes, links):
+        super().__init__(groups, num_sms or 0, 0, processes, links)
+        self.size: int = size
+        if num_sms is None:
+            # 32 of an H200's 132: no link to fill for long, but much to copy.
+            default = min(self.module.num_sms(o, 0) for o in self.contexts)
+            self.num_sms = max(1, default * 4 // 3)
+
+    def run(self, num_channels: int | None) -> None:
+        del num_channels
+        if self.processes is None:
+            self._allocate()
+            self._place_ranks()
+            return
+        mine: dict[_Piece, int] = {}
+        try:
+            with _Told() as told:
+                self._allocate()
+                self._share(0, mine)
+            self._agree("GPU memory", told.problem)
+            self._exchange(mine)
+        finally:
+            for descriptor in mine.values():
+                os.close(descriptor)
+        self._place_ranks()
+
+    def _control_bytes(self) -> int:
+        return self.size
+
+    def _staging_size(self, num_channels: int) -> tuple[int, int]:
+        del num_channels
+        return 0, 0
+
+    def _share_arenas(self, group, rank, device, mine) -> None:
+        pass
+
+    def _place(self, group: int, rank: int, device: jax.Device) -> Any:
+        return self.module.Place(
+            ordinal=device.local_hardware_id,
+            rank=rank,
+            control=[self.control[group, r] for r in range(self.num_ranks)],
+            same_process=0,
+            regions=0,
+            exported=[],
+        )
 
 
 def _enable_peer_access(driver: Any, context: Any, peer: Any) -> None:

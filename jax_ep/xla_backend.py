@@ -271,6 +271,108 @@ def row_dots(expert_rows, *leaves, dtype):
     return [total]
 
 
+def low_latency_dispatch(
+    topk_idx,
+    weights,
+    *leaves,
+    axis_name: str,
+    num_ranks: int,
+    num_experts: int,
+    max_tokens: int,
+    by_expert: bool,
+):
+    """ep_low_latency_dispatch: gathers every rank's tokens, keeps what is wanted."""
+    num_tokens, top_k = topk_idx.shape
+    local_experts = -(-num_experts // num_ranks)
+    ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
+    rank = lax.axis_index(axis_name)
+    valid = (ids >= 0) & (ids < num_experts) & (ids // local_experts == rank)
+    local = jnp.where(valid, ids - rank * local_experts, -1)
+
+    def in_slots(rows, fill):
+        rows = rows.reshape(num_ranks, num_tokens, *rows.shape[1:])
+        short = [(0, 0, 0)] * rows.ndim
+        short[1] = (0, max_tokens - num_tokens, 0)
+        return lax.pad(rows, jnp.array(fill, rows.dtype), short)
+
+    def gathered(leaf):
+        return _gather_rows(_as_bits(leaf), axis_name, num_ranks)
+
+    if not by_expert:
+        row = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32)
+        source = in_slots(jnp.where(valid.any(axis=1), row, -1), -1)
+        results = []
+        for x in leaves:
+            moved = _take_rows(gathered(x), source.ravel(), 0)
+            moved = moved.reshape(num_ranks, max_tokens, *moved.shape[1:])
+            results.append(_from_bits(moved, x.dtype))
+        results.append(in_slots(local, -1))
+        if weights is not None:
+            theirs = _gather_rows(weights, axis_name, num_ranks)
+            results.append(in_slots(jnp.where(valid, theirs, 0), 0))
+        return results
+    # One row for each (row, expert), however often the expert is named.
+    sent = (local[:, :, None] == jnp.arange(local_experts)).any(axis=1)
+    slot = jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1  # [R * T, L]
+    height = num_ranks * max_tokens
+    if num_tokens == 0:
+        places = local
+    else:
+        own = jnp.take_along_axis(slot, jnp.maximum(local, 0), axis=1)
+        places = jnp.where(valid, local * height + own, -1)
+    row = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32)
+    source = (
+        jnp.full((local_experts * height,), -1, jnp.int32)
+        .at[jnp.where(valid, places, local_experts * height)]
+        .set(jnp.broadcast_to(row[:, None], places.shape), mode="drop")
+    )
+    results = []
+    for x in leaves:
+        moved = _take_rows(gathered(x), source, 0)
+        moved = moved.reshape(local_experts, height, *moved.shape[1:])
+        results.append(_from_bits(moved, x.dtype))
+    results.append(sent.sum(axis=0, dtype=jnp.int32))
+    results.append(places.reshape(num_ranks, num_tokens, top_k))
+    return results
+
+
+def low_latency_combine(
+    topk_idx,
+    weights,
+    places,
+    y,
+    *,
+    axis_name: str,
+    num_ranks: int,
+    num_experts: int,
+    max_tokens: int,
+    by_expert: bool,
+):
+    """ep_low_latency_combine: sums over experts, sends home, sums over ranks."""
+    del max_tokens
+    num_tokens, top_k = topk_idx.shape
+    if num_tokens == 0:
+        return [jnp.zeros((0, y.shape[-1]), y.dtype)]
+    if by_expert:
+        theirs = _gather_rows(weights, axis_name, num_ranks)  # [R * T, K]
+        place = places.reshape(-1, top_k)
+        rows = y.reshape(-1, y.shape[-1])
+        terms = [
+            _scaled(_take_rows(rows, at, 0), scale, at >= 0)
+            for at, scale in zip(place.T, theirs.T, strict=True)
+        ]
+        sums = _sum_in_order(jnp.stack(terms), place >= 0, y.dtype)
+        sums = sums.reshape(num_ranks, num_tokens, -1)
+    else:
+        sums = y[:, :num_tokens]
+    local_experts = -(-num_experts // num_ranks)
+    valid = (topk_idx >= 0) & (topk_idx < num_experts)
+    owner = jnp.where(valid, topk_idx // local_experts, -1)
+    routed = (owner[:, :, None] == jnp.arange(num_ranks)).any(axis=1)  # [T, R]
+    home = lax.all_to_all(_as_bits(sums), axis_name, split_axis=0, concat_axis=0)
+    return [_sum_in_order(_from_bits(home, y.dtype), routed, y.dtype)]
+
+
 def _scaled(rows, scale, present):
     """rows[i] * scale[i] in the dtype of sums, 0 where not present."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)

@@ -106,7 +106,8 @@ bool IsExported(const CudaCallSite& site, int32_t ordinal, const void* buffer,
                      });
 }
 
-// The operation of `site` on the device with this ordinal.
+}  // namespace
+
 ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
   num_handler_calls.fetch_add(1, std::memory_order_relaxed);
   // XLA's ordinal among the GPUs that this process sees, as set-up has it from
@@ -121,6 +122,8 @@ ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
                    .channel = site.channel,
                    .tag = 0};
 }
+
+namespace {
 
 ffi::Error Launched(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();

@@ -21,6 +21,7 @@
 #include "xla_ffi/cuda_expert_handlers.h"
 #include "xla_ffi/cuda_flight_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
+#include "xla_ffi/cuda_low_latency_handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -41,6 +42,10 @@ nb::dict Handlers() {
   handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
   handlers["jax_ep_dispatch_permute"] =
       Handler(EpInstantiate, EpDispatchPermute);
+  handlers["jax_ep_low_latency_dispatch"] =
+      Handler(EpInstantiate, EpLowLatencyDispatch);
+  handlers["jax_ep_low_latency_combine"] =
+      Handler(EpInstantiate, EpLowLatencyCombine);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);

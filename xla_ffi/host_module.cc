@@ -10,6 +10,7 @@
 
 #include "cc/expert_layout.h"
 #include "cc/layout.h"
+#include "cc/low_latency_layout.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/optional.h"
 #include "nanobind/stl/tuple.h"
@@ -17,6 +18,7 @@
 #include "xla_ffi/capsules.h"
 #include "xla_ffi/host_expert_handlers.h"
 #include "xla_ffi/host_handlers.h"
+#include "xla_ffi/host_low_latency_handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -29,6 +31,10 @@ nb::dict Handlers() {
   handlers["jax_ep_plan"] = Handler(EpPlanInstantiate, EpPlan);
   handlers["jax_ep_dispatch"] = Handler(EpDispatchInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpCombineInstantiate, EpCombine);
+  handlers["jax_ep_low_latency_dispatch"] =
+      Handler(EpLowLatencyDispatchInstantiate, EpLowLatencyDispatch);
+  handlers["jax_ep_low_latency_combine"] =
+      Handler(EpLowLatencyCombineInstantiate, EpLowLatencyCombine);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
@@ -127,6 +133,15 @@ NB_MODULE(_host, m) {
         nb::arg("num_ranks"));
   m.def("expert_rows_workspace_size", &ExpertRowsWorkspaceSize,
         nb::arg("num_pairs"), nb::arg("local_experts"));
+  m.def(
+      "low_latency_bytes",
+      [](int64_t num_ranks, int64_t max_tokens, int64_t hidden,
+         int64_t element_bytes) {
+        return LowLatencyLayout(num_ranks, max_tokens, hidden, element_bytes)
+            .size();
+      },
+      nb::arg("num_ranks"), nb::arg("max_tokens"), nb::arg("hidden"),
+      nb::arg("element_bytes"));
   m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),
         nb::arg("num_experts"));
 }

@@ -29,6 +29,10 @@ const char* OpName(Op op) {
       return "dispatch";
     case Op::kCombine:
       return "combine";
+    case Op::kLowLatencyDispatch:
+      return "low_latency_dispatch";
+    case Op::kLowLatencyCombine:
+      return "low_latency_combine";
   }
   return "unknown operation";
 }
@@ -41,13 +45,19 @@ std::string Describe(const CallShape& shape) {
     return "plan of T = " + size(0) + ", K = " + size(1) + ", C = " + size(2) +
            ", E = " + size(3) + ", expert_alignment = " + size(4);
   }
+  const bool low_latency =
+      shape.op == Op::kLowLatencyDispatch || shape.op == Op::kLowLatencyCombine;
   std::string rows;
   for (int i = 0; i < shape.num_leaves; ++i) {
     rows += (i == 0 ? "" : " + ") + std::to_string(shape.row_bytes[i]);
   }
-  return std::string(OpName(shape.op)) + " of rows of " + rows +
-         " bytes, T = " + size(0) + ", " + size(1) +
-         " routes a token, C = " + size(2);
+  rows = std::string(OpName(shape.op)) + " of rows of " + rows +
+         " bytes, T = " + size(0);
+  if (low_latency) {
+    return rows + ", K = " + size(1) + ", max_tokens = " + size(2) +
+           ", E = " + size(3);
+  }
+  return rows + ", " + size(1) + " routes a token, C = " + size(2);
 }
 
 // Peers ----------------------------------------------------------------------

@@ -40,13 +40,20 @@ struct PacketHeader {
   uint32_t bytes;  // that follow
 };
 
-enum class Op : int32_t { kPlan, kDispatch, kCombine };
+enum class Op : int32_t {
+  kPlan,
+  kDispatch,
+  kCombine,
+  kLowLatencyDispatch,
+  kLowLatencyCombine,
+};
 
 // What all ranks have to agree on.
 struct CallShape {
   Op op{};
   int32_t num_leaves = 0;
-  // plan: T, K, C, experts, alignment; else T, routes a token, C.
+  // plan: T, K, C, experts, alignment; low-latency: T, K, max_tokens, experts,
+  // by expert; else T, routes a token, C.
   int64_t sizes[5] = {};
   int64_t row_bytes[kMaxLeaves] = {};
   int32_t elements[kMaxLeaves] = {};

@@ -30,6 +30,45 @@ __device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
                : "memory");
 }
 
+// The same for 16 bytes: all of them are seen, or none. PTX promises that of
+// one 128-bit access, and not of a vector of four words.
+__device__ __forceinline__ void StoreRelaxedSys(uint4* p, uint4 v) {
+  const uint64_t low = uint64_t{v.y} << 32 | v.x;
+  const uint64_t high = uint64_t{v.w} << 32 | v.z;
+  asm volatile(
+      "{\n\t"
+      ".reg .b128 all;\n\t"
+      "mov.b128 all, {%1, %2};\n\t"
+      "st.relaxed.sys.global.b128 [%0], all;\n\t"
+      "}" ::"l"(p),
+      "l"(low), "l"(high)
+      : "memory");
+}
+__device__ __forceinline__ uint4 LoadRelaxedSys(const uint4* p) {
+  uint64_t low, high;
+  asm volatile(
+      "{\n\t"
+      ".reg .b128 all;\n\t"
+      "ld.relaxed.sys.global.b128 all, [%2];\n\t"
+      "mov.b128 {%0, %1}, all;\n\t"
+      "}"
+      : "=l"(low), "=l"(high)
+      : "l"(p)
+      : "memory");
+  return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
+          static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)};
+}
+
+// A lane's 16 bytes of a line of 128, all of which eight neighbouring lanes
+// store, or load, in one instruction. A line is seen whole between GPUs on
+// NVLink; see cc/device/window.cuh.
+__device__ __forceinline__ void StoreLine(uint4* p, uint4 v) {
+  StoreRelaxedSys(p, v);
+}
+__device__ __forceinline__ uint4 LoadLine(const uint4* p) {
+  return LoadRelaxedSys(p);
+}
+
 // Pairs with StoreRelaxedSys. Not served from the first-level cache.
 __device__ __forceinline__ uint64_t LoadRelaxedSys(const uint64_t* p) {
   uint64_t value;
@@ -44,6 +83,23 @@ __device__ __forceinline__ uint64_t LoadRelaxedSys(const uint64_t* p) {
 __device__ __forceinline__ void AddRelaxedSys(int32_t* p, int32_t value) {
   asm volatile("red.relaxed.sys.global.add.s32 [%0], %1;" ::"l"(p), "r"(value)
                : "memory");
+}
+
+// The same for a word of this GPU's.
+__device__ __forceinline__ void AddRelaxedGpu(uint32_t* p, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value)
+               : "memory");
+}
+
+// Stores `value`; returns the old one.
+__device__ __forceinline__ uint32_t ExchangeRelaxedGpu(uint32_t* p,
+                                                       uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(value)
+               : "memory");
+  return old;
 }
 
 // Adds one, or wraps to 0 past `limit`; returns the old value. What the threads
@@ -98,6 +154,12 @@ __device__ __forceinline__ uint64_t TakeAcquireGpu(uint64_t* p,
 // `barrier` is one of 1 to 15; 0 is __syncthreads().
 __device__ __forceinline__ void SyncThreads(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A warp's share of such a barrier, for which it does not wait.
+__device__ __forceinline__ void ArriveThreads(int32_t barrier,
+                                              int32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Nanoseconds, the same clock on all multiprocessors of a GPU.

@@ -1,0 +1,16 @@
+// FFI handlers of the low-latency operations, on the host.
+#ifndef JAX_EP_XLA_FFI_HOST_LOW_LATENCY_HANDLERS_H_
+#define JAX_EP_XLA_FFI_HOST_LOW_LATENCY_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyDispatchInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyCombineInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyDispatch);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyCombine);
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_XLA_FFI_HOST_LOW_LATENCY_HANDLERS_H_
