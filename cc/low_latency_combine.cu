@@ -184,7 +184,8 @@ template <typename WeightOf>
 __device__ __forceinline__ void Combiner<T, Protocol, kWide>::SumExperts(
     int32_t place, int32_t first, const WeightOf& weight_of,
     Units& units) const {
-  constexpr int kInFlight = 3;
+  // More would not fit the registers.
+  constexpr int kInFlight = Protocol::kPerLane > 3 ? 2 : 3;
   Units rows[kInFlight];
   uint32_t to_load = __ballot_sync(kAllLanes, place >= 0);
   uint32_t to_add = to_load;

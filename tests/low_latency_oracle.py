@@ -107,11 +107,7 @@ def oracle(topk_idx: np.ndarray, experts: int, max_tokens: int) -> Oracle:
             if expert < 0:
                 continue
             if expert not in mine:
-                mine[expert] = (
-                    expert * ranks * max_tokens + counts[rank, expert].item()
-                )
+                mine[expert] = expert * ranks * max_tokens + counts[rank, expert].item()
                 counts[rank, expert] += 1
             places[rank, source, token, k] = mine[expert]
-    return Oracle(
-        topk_idx, experts, max_tokens, local.astype(np.int32), counts, places
-    )
+    return Oracle(topk_idx, experts, max_tokens, local.astype(np.int32), counts, places)

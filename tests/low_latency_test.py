@@ -129,3 +129,483 @@ def test_every_case(backend, case, ranks, layout):
     if routing.topk_idx.shape[1] > 200:
         pytest.skip("a large T is what the other operations are for")
     check(backend, routing.topk_idx, routing.num_experts, layout)
+
+
+@on_each_layout
+@harness.on_each_backend
+@pytest.mark.parametrize(
+    ("hidden", "dtype"),
+    [
+        (1, "float32"),
+        (7, "bfloat16"),
+        (136, "float16"),
+        (520, "float32"),
+        (2880, "bfloat16"),
+    ],
+)
+def test_row_sizes_and_dtypes(backend, hidden, dtype, layout):
+    ranks = min(4, harness.most_ranks())
+    ids = cases.holes(ranks, 9, 4, 4 * ranks).astype(np.int32)
+    check(backend, ids, 4 * ranks, layout, hidden=hidden, dtype=dtype, spare=0)
+
+
+@harness.on_each_backend
+def test_long_rows_of_many_tokens(backend):
+    """As many bytes as rows go in lines for, on GPUs, and in several chunks."""
+    ids = cases.uniform(2, 33, 8, 16).astype(np.int32)
+    for layout in LAYOUTS:
+        check(backend, ids, 16, layout, hidden=7168)
+
+
+def quantized(x):
+    """What quantize_fp8 makes of [R, T, H]."""
+    q, scales = jax.jit(jax_ep.quantize_fp8)(x)
+    return np.asarray(q), np.asarray(scales)
+
+
+@on_each_layout
+@harness.on_each_backend
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("hidden", [136, 2880])
+def test_fp8(backend, layout, hidden, dtype):
+    ranks = min(4, harness.most_ranks())
+    experts = 4 * ranks - 1
+    ids = cases.holes(ranks, 7, 3, experts).astype(np.int32)
+    over = buffer(backend, ranks, 10, experts, hidden, dtype)
+    right = low_latency_oracle.oracle(ids, experts, 10)
+    x = payloads.numbers((ranks, 7, hidden), jnp.dtype(dtype))
+    # Whole blocks of zeros and of what has no scale.
+    x[:, 1, :128] = 0
+    x[:, 2, 3] = np.nan
+    x[:, 3, hidden - 1] = np.inf
+    y = numbers_of(right, layout, hidden, jnp.dtype(dtype))
+    weights = payloads.numbers(ids.shape, np.float32)
+    program = pair_program(over, layout, quantize="fp8")
+    (rows, scales), _, _ = program(ids, x, weights, y)
+    want, want_scales = quantized(x)
+    assert rows.dtype == want.dtype
+    used = used_rows(right, layout)
+    got_scales = scales[used]
+    want_scales = right.dispatch(want_scales, layout, 0)[used]
+    got = rows[used].astype(np.float32)
+    want = right.dispatch(want, layout, 0)[used].astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    if backend != "cuda":
+        np.testing.assert_array_equal(got_scales, want_scales)
+        np.testing.assert_array_equal(got, want)
+        return
+    # XLA may divide as it likes: the last bit, and where it makes a tie.
+    np.testing.assert_allclose(got_scales, want_scales, rtol=2e-7)
+    step = np.maximum(np.abs(want) / 8, 2**-9)
+    different = ~((got == want) | np.isnan(want))
+    assert (np.abs(got - want) <= step)[different].all()
+    assert different.mean() < 0.005
+
+
+@harness.on_each_backend
+def test_many_shapes_share_a_buffer(backend):
+    """Several T and K in one program, whose order is theirs alone."""
+    ranks = min(4, harness.most_ranks())
+    comm, experts = harness.communicator(backend, ranks), 2 * ranks
+    over = buffer(backend, ranks, 12, experts)
+    shapes = [(12, 2), (1, 4), (7, 1), (12, 3), (5, 2)]
+    ids = [
+        cases.uniform_at(i)(ranks, *shape, experts).astype(np.int32)
+        for i, shape in enumerate(shapes)
+    ]
+    x = [
+        payloads.payload((ranks, tokens, HIDDEN), ml_dtypes.bfloat16, i)
+        for i, (tokens, _) in enumerate(shapes)
+    ]
+
+    def body(comm, ids, x):
+        results, after = [], None
+        for i, (topk_idx, tokens) in enumerate(zip(ids, x)):
+            rows, who, _ = jax_ep.low_latency_dispatch(
+                tokens,
+                topk_idx,
+                buffer=over,
+                layout=LAYOUTS[i % 2],
+                after=after,
+            )
+            results.append((rows, who))
+            after = who
+        return results
+
+    for i, (rows, who) in enumerate(harness.run(body, comm, ids, x)):
+        right = low_latency_oracle.oracle(ids[i], experts, 12)
+        assert_rows(rows, right, x[i], LAYOUTS[i % 2], f"shape {i}")
+        assert_who(who, right, LAYOUTS[i % 2])
+
+
+@on_each_layout
+@harness.on_each_backend
+def test_handles_outlive_each_other(backend, layout):
+    """Three dispatches, then their combines in another order, under scan."""
+    ranks = min(4, harness.most_ranks())
+    experts, tokens, steps = 2 * ranks, 6, 3
+    over = buffer(backend, ranks, tokens, experts)
+    ids = np.stack(
+        [
+            cases.uniform_at(i)(ranks, tokens, 2, experts).astype(np.int32)
+            for i in range(3)
+        ],
+        axis=1,
+    )
+    x = cases.lattice(ranks, tokens, HIDDEN).astype(ml_dtypes.bfloat16)
+    weights = np.full((ranks, tokens, 2), 0.5, np.float32)
+
+    def body(comm, ids, x, weights):
+        def step(x, _):
+            sent, after = [], x
+            for i in range(3):
+                rows, _, handle = jax_ep.low_latency_dispatch(
+                    x, ids[i], buffer=over, layout=layout, after=after
+                )
+                sent.append((rows, handle))
+                after = rows
+            outs = [x] * 3
+            for i in (2, 0, 1):
+                rows, handle = sent[i]
+                outs[i] = after = jax_ep.low_latency_combine(
+                    rows,
+                    weights if layout == "expert" else None,
+                    handle,
+                    after=after,
+                )
+            return x, jnp.stack(outs)
+
+        return jax.lax.scan(step, x, None, length=steps)[1]
+
+    found = harness.run(body, over.comm, ids, x, weights)
+    for i in range(3):
+        right = low_latency_oracle.oracle(ids[:, i], experts, tokens)
+        y = right.dispatch(x, layout, 0)
+        want = right.combine(y, weights, layout)
+        for step in range(steps):
+            payloads.assert_same_rows(found[:, step, i], want, f"{i} in step {step}", x)
+
+
+def exact_pairs(over, layout, steps, idle):
+    """A program of `steps` pairs one after the other; counts the rows that are wrong.
+
+    Step i has ids and tokens of its own. All sums are exact: a token of so many
+    ranks, or so much weight, comes back as that multiple of itself.
+    """
+    tokens, top_k = over.max_tokens, 4
+    ranks, experts = over.comm.num_ranks, over.num_experts
+    local = over.num_local_experts
+
+    def body(comm, x, weights, delays, zero):
+        me = jax.lax.axis_index(comm.axis_name)
+        token = jnp.arange(tokens)[:, None]
+
+        def step(wrong, i):
+            first = (i * 7919 + me * 104729 + token * 31) % experts
+            ids = (first + jnp.arange(top_k) * (1 + i % 3)) % experts
+            if idle:
+                # Every other step all ranks but one have nothing.
+                gone = (i % 2 == 0) & (me != i // 2 % ranks)
+                ids = jnp.where(gone, -1, ids)
+            ids = ids.astype(jnp.int32)
+            sent = x * jnp.where(i % 2 == 0, 1, 2).astype(x.dtype)
+            sent = jnp.roll(sent, i, axis=0)
+            # A chain: the next step's tokens wait for this one's.
+            sent = jnp.where(wrong[0] < 0, jnp.zeros_like(sent), sent)
+            if idle:
+                sent = harness.delayed(sent, delays[i % len(delays)], zero)
+            rows, _, handle = jax_ep.low_latency_dispatch(
+                sent, ids, buffer=over, layout=layout
+            )
+            out = jax_ep.low_latency_combine(
+                rows, weights if layout == "expert" else None, handle
+            )
+            valid = ids >= 0
+            if layout == "expert":
+                factor = jnp.where(valid, weights, 0).sum(1)
+            else:
+                to = jnp.where(valid, ids // local, -1)[:, :, None]
+                factor = (to == jnp.arange(ranks)).any(1).sum(1)
+            want = sent.astype(jnp.float32) * factor[:, None]
+            bad = (out.astype(jnp.float32) != want).any(1).sum(dtype=jnp.int32)
+            return wrong + jnp.stack([bad, (bad > 0).astype(jnp.int32)]), None
+
+        start = jnp.zeros((2,), jnp.int32) + 0 * me.astype(jnp.int32)
+        return jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))[0]
+
+    return harness.Program(body, over.comm)
+
+
+def run_exact_pairs(backend, layout, steps, idle):
+    ranks = min(4, harness.most_ranks())
+    over = buffer(backend, ranks, 8, 3 * ranks, 1040)
+    # Small numbers: sums of so many are exact.
+    x = cases.mix(2, *cases.grid(ranks, 8, 1040)) % np.uint64(15)
+    x = (x.astype(np.float32) - 7).astype(ml_dtypes.bfloat16)
+    # Multiples of an eighth that add up to few bits.
+    weights = (cases.mix(3, *cases.grid(ranks, 8, 4)) % np.uint64(3)).astype(np.float32)
+    delays = (cases.mix(9, *cases.grid(ranks, 16)) % np.uint64(40)).astype(np.int32)
+    zero = np.zeros((ranks,), np.int32)
+    program = exact_pairs(over, layout, steps, idle)
+    wrong = program(x, weights, delays, zero)
+    assert not wrong.any(), f"wrong rows and steps by rank: {wrong.tolist()}"
+
+
+@on_each_layout
+@harness.on_each_backend
+def test_pairs_back_to_back(backend, layout):
+    run_exact_pairs(backend, layout, 400 if backend != "xla" else 20, idle=False)
+
+
+@on_each_layout
+@harness.on_each_backend
+def test_idle_ranks_and_random_delays(backend, layout):
+    run_exact_pairs(backend, layout, 200 if backend != "xla" else 20, idle=True)
+
+
+@harness.on_each_backend
+def test_vmap_is_one_call_after_the_other(backend):
+    ranks = min(4, harness.most_ranks())
+    experts = 2 * ranks
+    over = buffer(backend, ranks, 5, experts)
+    ids = np.stack(
+        [cases.uniform_at(i)(ranks, 5, 2, experts) for i in range(3)], axis=1
+    ).astype(np.int32)
+    x = payloads.numbers((ranks, 3, 5, HIDDEN), ml_dtypes.bfloat16)
+
+    def body(comm, ids, x):
+        def one(x, ids):
+            rows, who, handle = jax_ep.low_latency_dispatch(
+                x, ids, buffer=over, layout="rank"
+            )
+            return rows, who, jax_ep.low_latency_combine(rows, None, handle)
+
+        return jax.vmap(one)(x, ids)
+
+    rows, who, _ = harness.run(body, over.comm, ids, x)
+    for i in range(3):
+        right = low_latency_oracle.oracle(ids[:, i], experts, 5)
+        assert_rows(rows[:, i], right, x[:, i], "rank", f"element {i}")
+        assert_who(who[:, i], right, "rank")
+
+
+# Sizes and errors ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "hidden", "ranks"),
+    [(2048, 5120, 16), (1840, 5120, 16), (128, 7168, 8), (1, 1, 1), (512, 2880, 64)],
+)
+def test_bytes(max_tokens, hidden, ranks):
+    units = (hidden * 2 + 15) // 16
+    chunks = (units + 95) // 96
+    token = 2 * 2048 * chunks + 3 * 32 * 8 + 8 * -(-hidden // 128)
+    found = jax_ep.LowLatencyBuffer.bytes_for(
+        num_ranks=ranks, max_tokens=max_tokens, hidden=hidden
+    )
+    assert found == 4096 + 2 * ranks * max_tokens * token
+
+
+def test_bytes_are_counted_in_64_bits():
+    """Of the sizes at which others' buffers passed 32 GiB."""
+    found = [
+        jax_ep.LowLatencyBuffer.bytes_for(num_ranks=16, max_tokens=tokens, hidden=5120)
+        for tokens in (2048, 1840)
+    ]
+    assert found == [1950355456, 1752272896]
+    assert (
+        jax_ep.LowLatencyBuffer.bytes_for(
+            num_ranks=64, max_tokens=8192, hidden=7168, dtype=jnp.float32
+        )
+        > 2**36
+    )
+
+
+def test_the_largest_max_tokens_is_named():
+    comm = harness.communicator(harness.BACKENDS[0], 2)
+    with pytest.raises(ValueError, match="at most 16777215 fit"):
+        jax_ep.LowLatencyBuffer(comm, max_tokens=1 << 24, hidden=8, num_experts=128)
+
+
+def call(*, layout="expert", tokens=4, top_k=2, into=None, **changed):
+    """Traces a dispatch and a combine with some arguments changed."""
+    over = into or buffer(harness.BACKENDS[0], 2, 4, 8)
+    options = {"buffer": over, "layout": layout}
+    options |= {k: changed.pop(k) for k in ("quantize", "topk_weights") if k in changed}
+    x = changed.pop("x", jnp.zeros((tokens, HIDDEN), jnp.bfloat16))
+    ids = changed.pop("ids", jnp.zeros((tokens, top_k), jnp.int32))
+    if "buffer" in changed:
+        options["buffer"] = changed.pop("buffer")
+
+    def body(comm):
+        rows, _, handle = jax_ep.low_latency_dispatch(x, ids, **options)
+        weights = jnp.ones(ids.shape) if layout == "expert" else None
+        return jax_ep.low_latency_combine(
+            changed.get("y", rows),
+            changed.get("weights", weights),
+            changed.get("handle", handle),
+        )
+
+    comm = harness.communicator(harness.BACKENDS[0], 2)
+    shard = jax.shard_map(
+        lambda: body(comm)[None],
+        mesh=comm.mesh,
+        in_specs=(),
+        out_specs=jax.sharding.PartitionSpec("ep"),
+        check_vma=False,
+    )
+    return jax.eval_shape(shard)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"x": np.zeros((4, HIDDEN), np.float32)}, ValueError, "x must be bfloat16"),
+        (
+            {"x": np.zeros((4, 8), "bfloat16")},
+            ValueError,
+            r"x must be bfloat16\[T, 136",
+        ),
+        ({"tokens": 5}, ValueError, "at most the buffer's max_tokens 4, found 5"),
+        ({"ids": np.zeros((4, 2), np.float32)}, TypeError, "an integer dtype"),
+        ({"ids": np.zeros((3, 2), np.int32)}, ValueError, "T = 4 as in x"),
+        ({"ids": np.zeros((4, 33), np.int32)}, ValueError, "1 <= K <= 32"),
+        ({"quantize": "fp4"}, ValueError, "None or 'fp8', found 'fp4'"),
+        ({"layout": "row"}, ValueError, "'expert' or 'rank', found 'row'"),
+        ({"topk_weights": np.ones((4, 2))}, ValueError, "'rank' alone"),
+        (
+            {"layout": "rank", "topk_weights": np.ones((4, 2), int)},
+            TypeError,
+            "topk_weights must be floating",
+        ),
+        (
+            {"layout": "rank", "topk_weights": np.ones((4, 3), np.float32)},
+            ValueError,
+            r"\[T, K\] = \[4, 2\]",
+        ),
+        ({"buffer": 3}, TypeError, "must be a jax_ep.LowLatencyBuffer, found int"),
+        ({"handle": 3}, TypeError, "what low_latency_dispatch returned, found int"),
+        ({"weights": None}, ValueError, "'expert' needs topk_weights"),
+        (
+            {"layout": "rank", "weights": np.ones((4, 2), np.float32)},
+            ValueError,
+            "topk_weights must be None",
+        ),
+        (
+            {"y": np.zeros((4, 8, 3), "bfloat16")},
+            ValueError,
+            r"y must be bfloat16\[4, 8",
+        ),
+    ],
+)
+def test_bad_arguments(changed, error, message):
+    with pytest.raises(error, match=message):
+        call(**changed)
+
+
+def test_good_arguments():
+    assert call().shape == (2, 4, HIDDEN)
+    assert call(layout="rank", quantize=None).shape == (2, 4, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"comm": 3}, TypeError, "comm must be a jax_ep.Communicator, found int"),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be >= 1, found 0"),
+        ({"hidden": 1.5}, TypeError, "hidden must be a Python integer, found float"),
+        ({"num_experts": 0}, ValueError, "num_experts must be >= 1, found 0"),
+        (
+            {"dtype": "float64"},
+            TypeError,
+            "dtype must be bfloat16, float16 or float32",
+        ),
+    ],
+)
+def test_bad_buffers(changed, error, message):
+    good = {
+        "comm": harness.communicator(harness.BACKENDS[0], 2),
+        "max_tokens": 4,
+        "hidden": 8,
+        "num_experts": 4,
+    }
+    options = good | changed
+    with pytest.raises(error, match=message):
+        jax_ep.LowLatencyBuffer(options.pop("comm"), **options)
+
+
+def test_too_many_experts_to_count():
+    over = buffer(
+        "xla" if "xla" in harness.BACKENDS else harness.BACKENDS[0], 2, 4, 5000
+    )
+    if over.comm is not harness.communicator(harness.BACKENDS[0], 2):
+        over = buffer(harness.BACKENDS[0], 2, 4, 5000)
+    with pytest.raises(ValueError, match="at most 4096 experts, found 5000"):
+        call(into=over)
+    assert call(into=over, layout="rank").shape == (2, 4, HIDDEN)
+
+
+def test_closed_buffers():
+    comm = harness.communicator(harness.BACKENDS[0], 2)
+    with jax_ep.LowLatencyBuffer(
+        comm, max_tokens=4, hidden=HIDDEN, num_experts=8
+    ) as over:
+        assert not over.closed
+    over.close()
+    assert "closed" in repr(over)
+    with pytest.raises(RuntimeError, match="the buffer is closed"):
+        call(into=over)
+
+
+def shaped(over, shape, dtype):
+    spec = jax.sharding.PartitionSpec("ep")
+    sharding = jax.sharding.NamedSharding(over.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_no_derivative(op):
+    over = buffer(harness.BACKENDS[0], 2, 4, 8)
+
+    def loss(x, comm):
+        ids = jnp.zeros((4, 2), jnp.int32)
+        held = x if op == "dispatch" else jax.lax.stop_gradient(x)
+        rows, _, handle = jax_ep.low_latency_dispatch(held, ids, buffer=over)
+        if op == "combine":
+            rows = rows * x[0, 0]
+        out = jax_ep.low_latency_combine(rows, jnp.ones((4, 2)), handle)
+        return out.astype(jnp.float32).sum()
+
+    def shard(x):
+        return jax.grad(loss)(x[0], over.comm)[None]
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=over.mesh,
+        in_specs=jax.sharding.PartitionSpec("ep"),
+        out_specs=jax.sharding.PartitionSpec("ep"),
+    )
+    x = shaped(over, (2, 4, HIDDEN), jnp.bfloat16)
+    message = f"low_latency_{op}: it has no derivative; use make_plan and jax_ep.{op}"
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(mapped, x)
+
+
+def test_nothing_to_differentiate():
+    """Inside a function that is differentiated by something else."""
+    over = buffer(harness.BACKENDS[0], 2, 4, 8)
+
+    def shard(x, scale):
+        def loss(scale):
+            ids = jnp.zeros((4, 2), jnp.int32)
+            rows, _, handle = jax_ep.low_latency_dispatch(x[0], ids, buffer=over)
+            out = jax_ep.low_latency_combine(rows, jnp.ones((4, 2)), handle)
+            return (out.astype(jnp.float32) * scale).sum()
+
+        return jax.grad(loss)(scale[0])[None]
+
+    spec = jax.sharding.PartitionSpec("ep")
+    mapped = jax.shard_map(shard, mesh=over.mesh, in_specs=spec, out_specs=spec)
+    x = shaped(over, (2, 4, HIDDEN), jnp.bfloat16)
+    scale = shaped(over, (2,), jnp.float32)
+    assert jax.eval_shape(mapped, x, scale).shape == (2,)
