@@ -324,8 +324,7 @@ def low_latency_dispatch(
 
     Derivative: none, and asking for one raises; `dispatch` has one.
     """
-    op = "low_latency_dispatch"
-    _check_buffer(op, buffer)
+    _check_buffer("low_latency_dispatch", buffer)
     x, topk_idx = jnp.asarray(x), jnp.asarray(topk_idx)
     if x.ndim != 2 or x.dtype != buffer.dtype or x.shape[1] != buffer.hidden:
         raise ValueError(
@@ -376,7 +375,7 @@ def low_latency_dispatch(
                 "jax_ep.low_latency_dispatch: topk_weights travel in the layout "
                 "'rank' alone; in 'expert' give them to low_latency_combine"
             )
-        topk_weights = _weights(op, topk_weights, topk_idx.shape)
+        topk_weights = _weights("low_latency_dispatch", topk_weights, topk_idx.shape)
     leaves, in_kernel = (x,), False
     if quantize:
         in_kernel = buffer.backend == "cuda"
@@ -433,14 +432,13 @@ def low_latency_combine(
 
     Derivative: none, and asking for one raises; `combine` has one.
     """
-    op = "low_latency_combine"
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(
             "jax_ep.low_latency_combine: handle must be what low_latency_dispatch "
             f"returned, found {type(handle).__name__}"
         )
     buffer = handle.buffer
-    _check_buffer(op, buffer)
+    _check_buffer("low_latency_combine", buffer)
     by_expert = handle.layout == "expert"
     ranks, most = buffer.comm.num_ranks, buffer.max_tokens
     rows = (buffer.num_local_experts, ranks * most) if by_expert else (ranks, most)
@@ -461,7 +459,9 @@ def low_latency_combine(
             "already, topk_weights must be None; give them to low_latency_dispatch"
         )
     if topk_weights is not None:
-        topk_weights = _weights(op, topk_weights, (handle.num_tokens, handle.top_k))
+        topk_weights = _weights(
+            "low_latency_combine", topk_weights, (handle.num_tokens, handle.top_k)
+        )
     return low_latency_primitives.combine(
         handle._topk_idx,
         topk_weights,

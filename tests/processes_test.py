@@ -76,6 +76,18 @@ def test_experts_between_processes(tmp_path):
     assert run_suite(*EXPERTS, "-k", ACROSS, place=(2, 2), logs=tmp_path) > 60
 
 
+def test_low_latency_between_processes(tmp_path):
+    """Buffers over processes; every case, and many steps with idle ranks."""
+    passed = run_suite(
+        "tests/low_latency_test.py",
+        "-k",
+        "every_case or fp8 or share or outlive or pairs or idle",
+        place=(2, 2),
+        logs=tmp_path,
+    )
+    assert passed > 100
+
+
 def run_suite(*arguments, place, logs):
     """Runs pytest in step in (processes, devices); returns how many tests passed."""
     processes, devices = place
