@@ -307,7 +307,7 @@ template <typename T, typename Wide, int kSources>
 __device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
                                          uint4* out, int32_t begin,
                                          int32_t end) {
-  constexpr int kUnits = 2 * kPieceUnits / kSources;
+  constexpr int kUnits = kPieceUnits / kSources;
   using Row = Elements<T, uint4>;
   const int32_t lane = threadIdx.x % kWarpSize;
   const int32_t count = __popc(sources);

@@ -321,17 +321,14 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   if (blockIdx.x == 0) PublishFree(params, control);
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
-  PieceAt next_at = at.Next(few, workers);
-  Piece piece, next;
+  Piece piece;
   LoadPiece(few, at, piece);
-  LoadPiece(few, next_at, next);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
+  // Most warps have one piece: a second one in registers would leave too few.
   while (at.Exists(few)) {
     StorePiece(few, outputs, at, piece);
-    at = next_at;
-    piece = next;
-    next_at = next_at.Next(few, workers);
-    LoadPiece(few, next_at, next);
+    at = at.Next(few, workers);
+    LoadPiece(few, at, piece);
   }
   ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
                  int64_t{gridDim.x} * kRowThreads);
