@@ -19,6 +19,8 @@
 //         take its place.
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "cc/device/bulk.cuh"
 #include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
@@ -394,6 +396,9 @@ __device__ void SumFew(const FewParams& few, std::byte* const* inputs,
   }
 }
 
+// T: the element of all leaves. A kernel for all elements would spill what it
+// loads.
+template <typename T, typename Wide>
 __global__ void __launch_bounds__(kRowThreads, 1)
     FewCombineKernel(const __grid_constant__ FewParams few) {
   __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
@@ -424,9 +429,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     at = at.Next(few, workers);
     next = route_of(at);
     if (staged_leaves >> now.leaf & 1) continue;
-    WithElement(params.leaves[now.leaf].element, [&](auto element, auto wide) {
-      SumFew<decltype(element), decltype(wide)>(few, inputs, now, route);
-    });
+    SumFew<T, Wide>(few, inputs, now, route);
   }
   if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
   CloseBlock(control);
@@ -439,10 +442,40 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 
 }  // namespace
 
+namespace {
+
+using FewKernel = void (*)(FewParams);
+
+// The kernel for few tokens whose leaves have one element; else nullptr.
+FewKernel FewKernelFor(const CombineParams& params) {
+  const Element element = params.leaves[0].element;
+  for (int32_t i = 1; i < params.num_leaves; ++i) {
+    if (params.leaves[i].element != element) return nullptr;
+  }
+  switch (element) {
+    case Element::kBf16:
+      return &FewCombineKernel<Bf16, float>;
+    case Element::kF16:
+      return &FewCombineKernel<F16, float>;
+    case Element::kF32:
+      return &FewCombineKernel<float, float>;
+    case Element::kF64:
+      return &FewCombineKernel<double, double>;
+    case Element::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
   FewParams few;
-  if (!CutFew(params, few)) return LaunchGeneralCombine(params, stream);
-  FewCombineKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
+  const FewKernel few_kernel = FewKernelFor(params);
+  if (few_kernel == nullptr || !CutFew(params, few)) {
+    return LaunchGeneralCombine(params, stream);
+  }
+  few_kernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
   return cudaPeekAtLastError();
 }
 
@@ -458,8 +491,11 @@ const void* CombineKernelAddress() {
   return reinterpret_cast<const void*>(&CombineKernel);
 }
 
-const void* FewCombineKernelAddress() {
-  return reinterpret_cast<const void*>(&FewCombineKernel);
+std::vector<const void*> FewCombineKernelAddresses() {
+  return {reinterpret_cast<const void*>(&FewCombineKernel<Bf16, float>),
+          reinterpret_cast<const void*>(&FewCombineKernel<F16, float>),
+          reinterpret_cast<const void*>(&FewCombineKernel<float, float>),
+          reinterpret_cast<const void*>(&FewCombineKernel<double, double>)};
 }
 
 }  // namespace jax_ep

@@ -86,7 +86,7 @@ std::vector<const void*> PushedPlanKernelAddresses();
 const void* DispatchKernelAddress();
 const void* FewDispatchKernelAddress();
 const void* CombineKernelAddress();
-const void* FewCombineKernelAddress();
+std::vector<const void*> FewCombineKernelAddresses();
 
 // Dynamic shared memory of the row-moving kernels where view.has_bulk.
 inline constexpr int kBulkSharedBytes = 192 << 10;

@@ -260,14 +260,14 @@ std::string SelfTest(int ordinal) {
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
-  kernels.insert(
-      kernels.end(),
-      {PlanKernelAddress(), DispatchKernelAddress(), FewDispatchKernelAddress(),
-       CombineKernelAddress(), FewCombineKernelAddress(),
-       DispatchPermuteKernelAddress(), PermuteKernelAddress(),
-       UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  kernels.insert(kernels.end(),
+                 {PlanKernelAddress(), DispatchKernelAddress(),
+                  FewDispatchKernelAddress(), CombineKernelAddress(),
+                  DispatchPermuteKernelAddress(), PermuteKernelAddress(),
+                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const auto& more :
-       {PushedPlanKernelAddresses(), LowLatencyDispatchKernelAddresses(),
+       {PushedPlanKernelAddresses(), FewCombineKernelAddresses(),
+        LowLatencyDispatchKernelAddresses(),
         LowLatencyCombineKernelAddresses()}) {
     kernels.insert(kernels.end(), more.begin(), more.end());
   }
