@@ -44,7 +44,7 @@ struct Combiner {
 
   const Launch& launch;
   const LowLatencyCombineParams& params;
-  const Window& window;
+  Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -54,7 +54,7 @@ struct Combiner {
   int32_t warp;
   int32_t lane;
 
-  __device__ Combiner(const Launch& l, const Window& w)
+  __device__ Combiner(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -218,7 +218,9 @@ __device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
-  for (int32_t base = index; base < num_items; base += kInFlight * count) {
+  bool begun = false;
+  for (int32_t base = index; base < num_items || !begun;
+       base += kInFlight * count) {
     Units units[kInFlight];
     int32_t places[kInFlight];
     // All that may have come: whether a row did is known when it is here.
@@ -230,6 +232,8 @@ __device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
       LoadY(item.source * params.base.stride + item.token, item.first,
             units[j]);
     }
+    if (!begun) window.Begin();
+    begun = true;
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       if (base + j * count >= num_items) continue;
@@ -242,7 +246,6 @@ __device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
 // The sums over this rank's experts.
 template <typename T, typename Protocol, bool kWide>
 __device__ void Combiner<T, Protocol, kWide>::SendByExpert() const {
-  if (blockIdx.x == 0) SendWeights();
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
@@ -253,18 +256,25 @@ __device__ void Combiner<T, Protocol, kWide>::SendByExpert() const {
   // on their way.
   int32_t next_place = -1;
   uint64_t next_word = 0;
-  const auto look = [&](int32_t i) {
+  const auto look_at_places = [&](int32_t i) {
     next_place = -1;
-    if (i >= num_items || lane >= top_k) return;
+    if (i >= num_items) return;
     const Item item = PeersItem(i);
     next_place = PlaceOf(item.source, item.token);
-    next_word = ptx::LoadRelaxedSys(weight_word(item));
   };
-  look(index);
+  const auto look_at_weights = [&](int32_t i) {
+    if (i >= num_items || lane >= top_k) return;
+    next_word = ptx::LoadRelaxedSys(weight_word(PeersItem(i)));
+  };
+  look_at_places(index);
+  window.Begin();
+  if (blockIdx.x == 0) SendWeights();
+  look_at_weights(index);
   for (int32_t i = index; i < num_items; i += count) {
     const int32_t place = next_place;
     const uint64_t word = next_word;
-    look(i + count);
+    look_at_places(i + count);
+    look_at_weights(i + count);
     if (!__any_sync(kAllLanes, place >= 0)) continue;
     const Item item = PeersItem(i);
     Units units;
@@ -303,6 +313,7 @@ __device__ void Combiner<T, Protocol, kWide>::Receive() const {
     next_weight = __ldg(params.topk_weights + token * top_k + lane);
   };
   look_ahead(index);
+  window.Begin();
   for (int32_t i = index; i < num_items; i += count) {
     const int32_t token = launch.by_chunks.Divide(i);
     const int32_t chunk = i - token * launch.num_chunks;
@@ -354,16 +365,15 @@ __device__ void Combiner<T, Protocol, kWide>::Receive() const {
 template <typename T, typename Protocol, bool kWide>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
-  const Window window(launch.params.base, "low_latency_combine",
-                      WindowKind::kCombine);
+  Window window(launch.params.base, "low_latency_combine",
+                WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }
-  HasEpoch();
   const Combiner<T, Protocol, kWide> combiner(launch, window);
   if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
     if (window.num_ranks() == 1) {
-      // Nobody is there.
+      window.Begin();  // and nobody is there
     } else if (launch.params.base.by_expert) {
       combiner.SendByExpert();
     } else {

@@ -158,7 +158,7 @@ struct Dispatcher {
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
-  const Window& window;
+  Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -168,7 +168,7 @@ struct Dispatcher {
   int32_t warp;
   int32_t lane;
 
-  __device__ Dispatcher(const Launch& l, const Window& w)
+  __device__ Dispatcher(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -289,7 +289,7 @@ __device__ void Dispatcher<Source>::SendItem(const Item& item, Chunk& chunk,
 template <typename Source>
 __device__ void Dispatcher<Source>::Send() const {
   constexpr int kBatch = Source::kInFlight;
-  if (num_ranks == 1) return;
+  if (num_ranks == 1) return window.Begin();
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * launch.num_chunks;
@@ -307,8 +307,11 @@ __device__ void Dispatcher<Source>::Send() const {
       }
     }
     // While the rows are on their way here.
-    if (!small_sent) SendSmall(index * kWarpSize + lane, count * kWarpSize);
-    small_sent = true;
+    if (!small_sent) {
+      window.Begin();
+      SendSmall(index * kWarpSize + lane, count * kWarpSize);
+      small_sent = true;
+    }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (base + j * count < num_items) {
@@ -481,6 +484,7 @@ __device__ void Dispatcher<Source>::ReceiveByRank() const {
                               : -1;
   };
   CopyOwn(index, count, 0, num_items, place_of);
+  window.Begin();
   ReceiveIds(index * kWarpSize + lane, count * kWarpSize);
   Receive(
       index, count, num_items * (num_ranks - 1),
@@ -621,6 +625,7 @@ __device__ void Dispatcher<Source>::ReceiveByExpert() const {
        i += kWorkThreads) {
     before[i] = total[i] = 0;
   }
+  window.Begin();
   ptx::SyncThreads(kWorkBarrier, kWorkThreads);
   CountIds(begin, before, total);
   ptx::SyncThreads(kWorkBarrier, kWorkThreads);
@@ -656,12 +661,11 @@ __device__ void Dispatcher<Source>::ReceiveByExpert() const {
 template <typename Source>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  const Window window(launch.params.base, "low_latency_dispatch",
-                      WindowKind::kDispatch);
+  Window window(launch.params.base, "low_latency_dispatch",
+                WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }
-  HasEpoch();
   const Dispatcher<Source> dispatcher(launch, window);
   if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
     dispatcher.Send();

@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import checkpoint  # noqa: E402
+import decode  # noqa: E402
 import moe_lm_model  # noqa: E402
 import text_data  # noqa: E402
 import train_moe_lm  # noqa: E402
@@ -180,6 +181,66 @@ def test_unigram_entropy_of_known_texts():
     all_bytes = np.arange(256, dtype=np.uint8)
     assert text_data.unigram_entropy(one_byte) == 0
     assert text_data.unigram_entropy(all_bytes) == pytest.approx(math.log(256))
+
+
+def test_decoder_says_what_the_model_says():
+    """With its cache, a token at a time, by either kind of layer."""
+    from flax import nnx
+
+    # Room for every token: the decoder drops none.
+    config = dataclasses.replace(MODEL, layers=2, capacity_factor=8.0)
+    mesh = train_moe_lm.make_mesh(None)
+    with jax_ep.Communicator(mesh, "ep") as comm:
+        trainer = train_moe_lm.Trainer(config, TRAINING.optimizer(), comm)
+        params = trainer.init(3)["params"]
+        tokens = text_data.random_windows(
+            text_data.load_text()[0], 2 * mesh.size, 12, seed=(5,)
+        )
+
+        def whole(params, tokens):
+            return nnx.merge(trainer.graph, params)(tokens, comm)[0]
+
+        want = jax.jit(
+            jax.shard_map(
+                whole,
+                mesh=mesh,
+                in_specs=(trainer.specs, train_moe_lm.BATCH),
+                out_specs=train_moe_lm.BATCH,
+            )
+        )(params, trainer.put(tokens))
+        tolerance = 5e-2 if harness.ON_GPU else 2e-4
+        for layer in decode.LAYERS:
+            decoder = decode.Decoder(config, comm, len(tokens), layer)
+            found = decoder.logits(params, decoder.put(tokens))
+            np.testing.assert_allclose(
+                found, want, rtol=tolerance, atol=tolerance, err_msg=layer
+            )
+
+
+def test_decoding_by_either_layer(native, capsys):
+    out, _ = native
+    devices = jax.device_count()
+    texts = decode.main(
+        [
+            "--out",
+            str(out),
+            "--sequences",
+            str(devices),
+            "--prompt",
+            "5",
+            "--count",
+            "9",
+        ]
+    )
+    assert texts["low latency"].shape == (devices, 9)
+    if not harness.ON_GPU:
+        np.testing.assert_array_equal(texts["low latency"], texts["ordinary"])
+    assert capsys.readouterr().out.count("tokens/s") == 2
+
+
+def test_decoding_needs_a_checkpoint(tmp_path):
+    with pytest.raises(SystemExit, match=r"run examples/train_moe_lm\.py first"):
+        decode.main(["--out", str(tmp_path)])
 
 
 def run_example(name):

@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import launch
+import low_latency_steps
 import numpy as np
 import on_device
 from jax import lax
@@ -104,6 +105,34 @@ def exchanges(*, steps=12, rounds=2, megabytes=64, **options):
         "processes": about["groups"][0]["processes"],
         "megabytes": about["memory_bytes"] / 2**20,
     }
+    say(json.dumps(found))
+
+
+def low_latency(*, steps=300, tokens=40, hidden=7168):
+    """Pairs one after the other in both layouts; then buffers come and go."""
+    comm = communicator(timeout_s=30.0)
+    ranks = comm.num_ranks
+    found = {}
+    for number, layout in enumerate(("expert", "rank")):
+        with jax_ep.LowLatencyBuffer(
+            comm, max_tokens=tokens + number, hidden=hidden, num_experts=3 * ranks
+        ) as over:
+            say(over)
+            x, weights = low_latency_steps.inputs(ranks, tokens, hidden)
+
+            def body(x, weights, over=over, layout=layout):
+                wrong = low_latency_steps.chained(
+                    over, layout, steps, x, weights, idle=True
+                )
+                return wrong[None]
+
+            args = put(comm, x.reshape(-1, hidden)), put(comm, weights.reshape(-1, 4))
+            wrong = on_ranks(comm, body)(*args)
+            found[layout] = sum(
+                int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards
+            )
+            found["bytes"] = over.size_bytes
+    comm.close()
     say(json.dumps(found))
 
 

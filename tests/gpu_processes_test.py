@@ -95,6 +95,15 @@ def test_exchanges(outputs, variant):
         assert found["paths"] == paths or paths is None
 
 
+def test_low_latency(tmp_path):
+    with job(tmp_path, "low_latency", variables=SMALL) as one:
+        for log in one.wait(120):
+            (line,) = (line for line in log.splitlines() if line.startswith("{"))
+            found = json.loads(line)
+            assert found["expert"] == found["rank"] == 0, log
+            assert found["bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("variables", "staging"),
     [(SMALL, []), (PLATFORM, []), (PLATFORM, ["--tiny-staging"])],

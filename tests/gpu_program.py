@@ -22,6 +22,7 @@ import time
 import harness
 import jax
 import jax.numpy as jnp
+import low_latency_steps
 import ml_dtypes
 import numpy as np
 import on_device
@@ -245,6 +246,54 @@ def graphs(args):
             xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
         )
     return found
+
+
+def low_latency(args):
+    """Pairs whose ids and tokens change with every run of one program."""
+    comm = communicator(args.backend, args.ranks)
+    over = jax_ep.LowLatencyBuffer(
+        comm, max_tokens=40, hidden=7168, num_experts=4 * args.ranks
+    )
+    found = {}
+    for layout in ("expert", "rank"):
+        for mode in (None, "CONCURRENT"):
+            options = {"xla_gpu_command_buffer_scheduling_mode": mode} if mode else None
+            found[f"{layout} {mode}"] = _low_latency(args, over, layout, options)
+    return found
+
+
+def _low_latency(args, over, layout, options):
+    x, weights = low_latency_steps.inputs(args.ranks, 33, 7168)
+
+    def body(state):
+        wrong = state["wrong"]
+        for more in range(2):
+            # The second pair's tokens wait for the first pair.
+            tokens = jnp.where(wrong < 0, jnp.zeros_like(state["x"]), state["x"])
+            wrong += low_latency_steps.wrong_rows(
+                over, layout, state["step"] + more, tokens, state["weights"]
+            )
+        return {**state, "step": state["step"] + 2, "wrong": wrong}
+
+    program = jax.jit(
+        on_ranks(body, over.comm),
+        donate_argnums=0,
+        keep_unused=True,
+        compiler_options=options,
+    )
+    zeros = np.zeros(args.ranks, np.int32)
+    state = put(over.comm, {"step": zeros, "wrong": zeros, "x": x, "weights": weights})
+    before = handler_calls(over.comm)
+    state = jax.block_until_ready(program(state))
+    first = handler_calls(over.comm)
+    for _ in range(args.replays):
+        state = program(state)
+    return {
+        "wrong": _sum(state["wrong"]),
+        "launches": args.replays,
+        "calls of the first run": first - before,
+        "calls of the others": handler_calls(over.comm) - first,
+    }
 
 
 # Beside XLA's own collectives
@@ -586,6 +635,7 @@ def every_dtype(args):
 
 PROGRAMS = {
     "graphs": graphs,
+    "low_latency": low_latency,
     "beside_collectives": beside_collectives,
     "overlap": overlap,
     "missing_rank": missing_rank,

@@ -179,6 +179,16 @@ def test_graph_with_two_exchanges_at_a_time(with_graphs):
     assert found["calls of the others"] < every_time / 10, found
 
 
+def test_low_latency_in_a_graph(start):
+    """Ids and tokens change with every run, which the host does not see."""
+    child = start("low_latency", "--ranks", RANKS, flags=GRAPHS, memory=0.05)
+    for layout, found in child.found().items():
+        assert found["wrong"] == 0, layout
+        every_time = found["launches"] * 4 * RANKS
+        assert found["calls of the first run"] > 0
+        assert found["calls of the others"] < every_time / 10, found
+
+
 def test_without_graphs_every_run_calls_the_handlers(start):
     child = start("graphs", "--ranks", RANKS, "--brief", flags=NO_GRAPHS)
     found = child.found()["replays"]

@@ -9,6 +9,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import low_latency_oracle
+import low_latency_steps
 import ml_dtypes
 import numpy as np
 import payloads
@@ -286,69 +287,29 @@ def test_handles_outlive_each_other(backend, layout):
             payloads.assert_same_rows(found[:, step, i], want, f"{i} in step {step}", x)
 
 
-def exact_pairs(over, layout, steps, idle):
-    """A program of `steps` pairs one after the other; counts the rows that are wrong.
-
-    Step i has ids and tokens of its own. All sums are exact: a token of so many
-    ranks, or so much weight, comes back as that multiple of itself.
-    """
-    tokens, top_k = over.max_tokens, 4
-    ranks, experts = over.comm.num_ranks, over.num_experts
-    local = over.num_local_experts
-
-    def body(comm, x, weights, delays, zero):
-        me = jax.lax.axis_index(comm.axis_name)
-        token = jnp.arange(tokens)[:, None]
-
-        def step(wrong, i):
-            first = (i * 7919 + me * 104729 + token * 31) % experts
-            ids = (first + jnp.arange(top_k) * (1 + i % 3)) % experts
-            if idle:
-                # Every other step all ranks but one have nothing.
-                gone = (i % 2 == 0) & (me != i // 2 % ranks)
-                ids = jnp.where(gone, -1, ids)
-            ids = ids.astype(jnp.int32)
-            sent = x * jnp.where(i % 2 == 0, 1, 2).astype(x.dtype)
-            sent = jnp.roll(sent, i, axis=0)
-            # A chain: the next step's tokens wait for this one's.
-            sent = jnp.where(wrong[0] < 0, jnp.zeros_like(sent), sent)
-            if idle:
-                sent = harness.delayed(sent, delays[i % len(delays)], zero)
-            rows, _, handle = jax_ep.low_latency_dispatch(
-                sent, ids, buffer=over, layout=layout
-            )
-            out = jax_ep.low_latency_combine(
-                rows, weights if layout == "expert" else None, handle
-            )
-            valid = ids >= 0
-            if layout == "expert":
-                factor = jnp.where(valid, weights, 0).sum(1)
-            else:
-                to = jnp.where(valid, ids // local, -1)[:, :, None]
-                factor = (to == jnp.arange(ranks)).any(1).sum(1)
-            want = sent.astype(jnp.float32) * factor[:, None]
-            bad = (out.astype(jnp.float32) != want).any(1).sum(dtype=jnp.int32)
-            return wrong + jnp.stack([bad, (bad > 0).astype(jnp.int32)]), None
-
-        start = jnp.zeros((2,), jnp.int32) + 0 * me.astype(jnp.int32)
-        return jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))[0]
-
-    return harness.Program(body, over.comm)
-
-
 def run_exact_pairs(backend, layout, steps, idle):
     ranks = min(4, harness.most_ranks())
     over = buffer(backend, ranks, 8, 3 * ranks, 1040)
-    # Small numbers: sums of so many are exact.
-    x = cases.mix(2, *cases.grid(ranks, 8, 1040)) % np.uint64(15)
-    x = (x.astype(np.float32) - 7).astype(ml_dtypes.bfloat16)
-    # Multiples of an eighth that add up to few bits.
-    weights = (cases.mix(3, *cases.grid(ranks, 8, 4)) % np.uint64(3)).astype(np.float32)
+    x, weights = low_latency_steps.inputs(ranks, 8, 1040)
     delays = (cases.mix(9, *cases.grid(ranks, 16)) % np.uint64(40)).astype(np.int32)
     zero = np.zeros((ranks,), np.int32)
-    program = exact_pairs(over, layout, steps, idle)
-    wrong = program(x, weights, delays, zero)
-    assert not wrong.any(), f"wrong rows and steps by rank: {wrong.tolist()}"
+
+    def body(comm, x, weights, delays, zero):
+        def delay(sent, step):
+            return harness.delayed(sent, delays[step % len(delays)], zero)
+
+        return low_latency_steps.chained(
+            over,
+            layout,
+            steps,
+            x,
+            weights,
+            idle=idle,
+            **({"delay": delay} if idle else {}),
+        )
+
+    wrong = harness.run(body, over.comm, x, weights, delays, zero)
+    assert not wrong.any(), f"wrong rows by rank: {wrong.tolist()}"
 
 
 @on_each_layout
@@ -387,6 +348,22 @@ def test_vmap_is_one_call_after_the_other(backend):
         right = low_latency_oracle.oracle(ids[:, i], experts, 5)
         assert_rows(rows[:, i], right, x[:, i], "rank", f"element {i}")
         assert_who(who[:, i], right, "rank")
+
+
+@pytest.mark.gpu(count=2)
+@on_each_layout
+@pytest.mark.parametrize("tokens", [1, 128, 256])
+def test_pairs_of_a_models_size(layout, tokens):
+    """https://github.com/deepseek-ai/DeepEP/issues/700: 400 pairs, every row."""
+    ranks = harness.most_ranks()
+    over = buffer("cuda", ranks, 256, 256, 7168)
+    x, weights = low_latency_steps.inputs(ranks, tokens, 7168)
+
+    def body(comm, x, weights):
+        return low_latency_steps.chained(over, layout, 400, x, weights)
+
+    wrong = harness.run(body, over.comm, x, weights)
+    assert not wrong.any(), f"wrong rows by rank: {wrong.tolist()}"
 
 
 # Sizes and errors ---------------------------------------------------------------

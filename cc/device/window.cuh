@@ -62,18 +62,25 @@ struct Window {
   const LowLatencyParams& params;
   const char* name;  // of the operation, for messages
   WindowKind kind;
-  uint32_t epoch;
-  uint32_t parity;
+  uint32_t last;       // epoch of the operation before
+  uint32_t epoch = 0;  // from Begin() on, as all that depends on it
+  uint32_t parity = 0;
 
-  // All threads of a block construct it first of all.
+  // All threads of a block construct it first of all. The epoch is then on its
+  // way, and other loads may follow it.
   __device__ Window(const LowLatencyParams& p, const char* operation_name,
                     WindowKind window_kind)
       : params(p), name(operation_name), kind(window_kind) {
-    epoch = *reinterpret_cast<volatile uint32_t*>(&State()->epoch) + 1;
+    last = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
+  }
+
+  // Waits for the epoch. Once by every warp; those that work on rows say so.
+  __device__ __forceinline__ void Begin(bool works = true) {
     // Words that nobody has written hold epoch 0; and odd and even have to take
     // turns, so 1 is left out as well when the count begins again.
-    if (epoch == 0) epoch = 2;
+    epoch = last + 1 == 0 ? 2 : last + 1;
     parity = epoch & 1;
+    if (works) ptx::ArriveThreads(kEpochBarrier, kWindowThreads);
   }
 
   __device__ int32_t rank() const { return params.op.view.rank; }
@@ -190,11 +197,6 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
 // Keeping step
 // -----------------------------------------------------------------
 
-// Every working warp, once it has the epoch.
-static __device__ __forceinline__ void HasEpoch() {
-  ptx::ArriveThreads(kEpochBarrier, kWindowThreads);
-}
-
 // Every working warp, at its end.
 static __device__ __forceinline__ void WarpDone(const Window& window) {
   __syncwarp();
@@ -212,7 +214,8 @@ static __device__ __forceinline__ void WarpDone(const Window& window) {
 // The last block to begin advances the epoch, for then all have read it. That
 // nothing else uses the windows meanwhile is a rule for callers; it is told
 // from the counts where one breaks it.
-static __device__ void KeepStep(const Window& window, int32_t first_receiver) {
+static __device__ void KeepStep(Window& window, int32_t first_receiver) {
+  window.Begin(/*works=*/false);
   const int32_t lane = threadIdx.x % kWarpSize;
   LowLatencyState* state = window.State();
   if (blockIdx.x == 0) {
