@@ -8,7 +8,8 @@ Where rows stand on their way, for each rank:
                 (node - d mod N) d-th, rows in the order of their tokens. What is not
                 filled holds anything and has no route.
     routes      of wire rows to the ranks of the node: as in a plan of one node
-    crossing    of tokens to wire rows of this rank's rail
+    crossing    of tokens to wire rows of this rank's rail: the d-th block holds, for
+                the rank d nodes on, what stands in its d-th block
 
 So a row is numbered where it arrives, sizes are fixed, and a rank sends to all
 other nodes alike: blocks of Tn rows. Ids travel as rows do, over the rail and then
@@ -41,14 +42,17 @@ class Crossing:
     """How this rank's rows reach nodes.
 
     Attributes:
-      routes: i32[T, min(K, N), 2], (node, wire row there) in the order of nodes,
-        (-1, -1) where there is none.
+      places: i32[T, min(K, N)], each token's wire rows, where they arrive, in the
+        order of nodes; -1 where there is none.
       sends: i32[(N - 1) * Tn], the token of each row that leaves, in blocks for the
         nodes after this one; -1 where there is none.
+      arrivals: i32[C], which wire row stands in each slot: source rank * T + its
+        number in its block, so that it grows; -1 where the slot is empty.
     """
 
-    routes: jax.Array
+    places: jax.Array
     sends: jax.Array
+    arrivals: jax.Array
 
 
 def plan(
@@ -69,10 +73,10 @@ def plan(
     ids = jnp.where(valid, topk_idx, -1)
     local_experts = -(-num_experts // comm.num_ranks)
 
-    crossing, demand = _crossing(ids, local_experts, node, layout)
+    places, sends, demand = _crossing(ids, local_experts, node, layout)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     mine = jnp.concatenate([ids, tokens], axis=1)
-    departing = xla_backend._take_rows(mine, crossing.sends, -1)
+    departing = xla_backend._take_rows(mine, sends, -1)
     arrived = node_primitives.exchange(departing, comm, axes)
     rows = jnp.concatenate([mine, arrived])
     rows = _gather_in_node(rows, comm, local, axes)  # [L, W, K + 1]
@@ -86,7 +90,7 @@ def plan(
     )
     return {
         "_routes": found.routes(min(top_k, comm.node_size)),
-        "_crossing": crossing,
+        "_crossing": Crossing(places, sends, found.wire_rows),
         "num_recv": jnp.minimum(num_demand, capacity),
         "num_demand": num_demand,
         "overflow": num_demand > capacity,
@@ -127,8 +131,8 @@ class _Wire:
 
 def _crossing(
     ids: jax.Array, local_experts: int, node: jax.Array, layout: _Wire
-) -> tuple[Crossing, jax.Array]:
-    """The crossing, and the most rows that one other node wants of this rank."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Places and sends, and the most rows that one other node wants of this rank."""
     nodes = jnp.arange(layout.num_nodes, dtype=jnp.int32)
     target = jnp.where(ids >= 0, ids // (local_experts * layout.node_size), -1)
     sent = (target[:, :, None] == nodes).any(axis=1)  # [T, N]
@@ -152,7 +156,7 @@ def _crossing(
         .set(jnp.broadcast_to(token, sent.shape), mode="drop")
     )
     demand = jnp.where(own, 0, sent.sum(axis=0, dtype=jnp.int32)).max()
-    return Crossing(routes, sends), demand
+    return routes[..., 1], sends, demand
 
 
 def _gather_in_node(
@@ -192,6 +196,7 @@ class _Arrivals:
       counts: i32[N * L], rows for this rank by source rank, before any drop.
       kept_counts: the same, of rows that have a slot.
       src: as Plan.recv_src.
+      wire_rows: as Crossing.arrivals.
       topk_idx: as Plan.recv_topk_idx.
     """
 
@@ -229,8 +234,10 @@ class _Arrivals:
         )
         source_node = distance[layout.block].astype(jnp.int32)
         source = (source_node * size + ranks[:, None]) * layout.num_tokens
-        self.src = xla_backend._take_rows(
-            (source + rows[..., -1]).ravel(), arrival, -1
+        number = np.arange(layout.num_rows) - layout.begins[layout.block]
+        self.src, self.wire_rows = (
+            xla_backend._take_rows((source + token).ravel(), arrival, -1)
+            for token in (rows[..., -1], jnp.asarray(number, jnp.int32))
         )
         here = jnp.where(owner == local, ids - local * local_experts, -1)
         self.topk_idx = xla_backend._take_rows(

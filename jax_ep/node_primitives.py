@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jax_ep.plan import Plan
 
 # Routing operands: those of ep_dispatch inside the node, then Crossing's.
-_NUM_ROUTING = primitives.NUM_ROUTING + 2
+_NUM_ROUTING = primitives.NUM_ROUTING + 3
 
 
 def dispatch(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
@@ -45,8 +45,9 @@ def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 
 def _bind_leaves(primitive, leaves, plan, num_rows) -> list[jax.Array]:
+    crossing = plan._crossing
     routing, leaves = primitives.varying_operands(
-        leaves, plan, (plan._crossing.routes, plan._crossing.sends)
+        leaves, plan, (crossing.places, crossing.sends, crossing.arrivals)
     )
     return bind_rows(
         leaves,
@@ -89,14 +90,19 @@ def _exchange_over_rail(rows, *, comm: Communicator):
     )
 
 
-def _two_steps(routes, num_recv, recv_src, crossing, sends, comm, sizes):
+def _two_steps(routes, num_recv, recv_src, places, sends, arrivals, comm, sizes):
     """Routing and sizes of the step over the rail and of that inside the node."""
-    num_wire_rows = routes.shape[0]
+    del arrivals
+    num_tokens, num_wire_rows = sizes["num_tokens"], routes.shape[0]
+    block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
+    distance = jnp.where(places < num_tokens, 0, (places - num_tokens) // block + 1)
+    node = lax.axis_index(comm.axis_name) // comm.node_size
+    node = jnp.where(places < 0, -1, (node + distance) % comm.num_nodes)
     full = jnp.full_like(num_recv, num_wire_rows)
     # Nothing reads sources on the CPU.
-    rail = (crossing, full, sends), {
+    rail = (jnp.stack([node, places], axis=-1), full, sends), {
         "comm": comm._rail,
-        "num_tokens": sizes["num_tokens"],
+        "num_tokens": num_tokens,
         "capacity": num_wire_rows,
     }
     node = (routes, num_recv, recv_src), {

@@ -36,7 +36,7 @@ ON_GPU = jax.default_backend() == "gpu"
 PROCESSES = jax.process_count()
 # What this machine runs; the names are Communicator's.
 BACKENDS = ("cuda", "xla") if ON_GPU else ("cpu", "xla")
-if PROCESSES > 1:
+if PROCESSES > 1 or oracle.NODE_SIZE is not None:
     BACKENDS = BACKENDS[:1]
 # Further arguments of every Communicator; conftest.py sets them.
 COMMUNICATOR_OPTIONS: dict[str, Any] = {}
@@ -103,12 +103,17 @@ def mesh(ranks: int) -> Mesh:
 
 def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
     """One communicator for each (backend, ranks), kept for all tests."""
-    return _communicator(mesh(ranks), backend)
+    node_size = oracle.node_size(ranks) if backend != "xla" else ranks
+    return _communicator(mesh(ranks), backend, node_size)
 
 
 @functools.cache
-def _communicator(over: Mesh, backend: str) -> jax_ep.Communicator:
-    return jax_ep.Communicator(over, "ep", backend=backend, **COMMUNICATOR_OPTIONS)
+def _communicator(over: Mesh, backend: str, node_size: int) -> jax_ep.Communicator:
+    # On one node as users have it.
+    cut = {} if node_size == over.size else {"node_size": node_size}
+    return jax_ep.Communicator(
+        over, "ep", backend=backend, **cut, **COMMUNICATOR_OPTIONS
+    )
 
 
 class Program:
