@@ -301,15 +301,22 @@ class CaseResult:
     combined: dict[str, np.ndarray]
 
 
-@functools.cache
-def run_case(case: cases.Case, backend: str, ranks: int) -> CaseResult:
+def run_case(
+    case: cases.Case, backend: str, ranks: int, node_capacity: int | None = None
+) -> CaseResult:
     """Runs plan, dispatch and combine of a case, once for all tests."""
+    return _run_case(case, backend, ranks, node_capacity, oracle.node_size(ranks))
+
+
+@functools.cache
+def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
     routing = case.routing(ranks)
     right = oracle.plan(
         routing.topk_idx,
         routing.num_experts,
         routing.capacity,
         routing.expert_alignment,
+        node_capacity,
     )
     tokens = routing.topk_idx.shape[1]
     x = {
@@ -328,6 +335,7 @@ def run_case(case: cases.Case, backend: str, ranks: int) -> CaseResult:
         routing.num_experts,
         routing.capacity,
         routing.expert_alignment,
+        node_capacity,
     )
     plan, received, combined = program(routing.topk_idx, x, y)
     return CaseResult(right, plan, x, received, y, combined)
@@ -339,6 +347,7 @@ def case_program(
     num_experts: int,
     capacity: int,
     expert_alignment: int = 1,
+    node_capacity: int | None = None,
 ) -> Program:
     """(topk_idx, x, y) -> (plan fields, dispatch(x), combine(y))."""
 
@@ -349,9 +358,14 @@ def case_program(
             num_experts=num_experts,
             capacity=capacity,
             expert_alignment=expert_alignment,
+            node_capacity=node_capacity,
         )
+        fields = plan_fields(plan)
+        if comm.num_nodes > 1:
+            names = ("node_demand", "node_overflow")
+            fields |= {name: getattr(plan, name) for name in names}
         return (
-            plan_fields(plan),
+            fields,
             jax_ep.dispatch(x, plan),
             jax_ep.combine(y, plan),
         )

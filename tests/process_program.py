@@ -136,6 +136,23 @@ def killed_between_calls():
     leave()
 
 
+def killed_in_another_node():
+    """Process 2 of 4, two nodes of two processes."""
+    comm = communicator(30.0, node_size=2)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    if jax.process_index() == 2:
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert fails(lambda: step(ids, x), "process 2", "has ended") < 10
+    leave()
+
+
+def random_delays_in_nodes(steps):
+    random_delays(steps, node_size=2)
+
+
 def killed_inside_a_dispatch():
     """A large one over tiny rings: the kill comes while rows are on their way."""
     comm = communicator(30.0, num_channels=1, staging_bytes=1 << 16)
@@ -192,9 +209,9 @@ def stopped_for_good():
     leave()
 
 
-def random_delays(steps):
+def random_delays(steps, **options):
     """One process comes late to every step, by another time."""
-    comm = communicator()
+    comm = communicator(**options)
     ids, x = inputs(comm)
     step = there_and_back(comm)
     delays = random.Random(0)
