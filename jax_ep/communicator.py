@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import bootstrap, peer_memory, staging, topology
+from jax_ep import bootstrap, node_wire, peer_memory, staging, topology
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -224,19 +224,15 @@ class Communicator:
         if self._links is not None:
             return None
         links = bootstrap.Links()
-        host = {**bootstrap.host_identity(), "address": links.address}
-        hosts = self._peers.gather("hosts", host)
+        hosts = self._peers.gather("hosts", _host(links))
         if backend == "cuda":
             names = {p: f"{h['host']} {h['boot_id']}" for p, h in hosts.items()}
             if self._node_size is None:
                 self.node_size = topology.find_node_size(self._groups, names)
             # What one host alone does stays in step: one circle of processes.
             if len(set(names.values())) > 1:
-                self._near = bootstrap.Processes(
-                    topology.connected(self._node_groups(), self._peers.me),
-                    self._peers.me,
-                    self.timeout_s,
-                    names={p: self._peers.name(p) for p in self._peers.members},
+                self._near = self._processes(
+                    topology.connected(self._node_groups(), self._peers.me)
                 )
         self._check_nodes()
         problem = links.connect(self._near, hosts)
@@ -245,6 +241,14 @@ class Communicator:
         if problem is None:
             self._links = links
         return problem
+
+    def _processes(self, members: tuple[int, ...]) -> bootstrap.Processes:
+        """Some of the processes, in another conversation."""
+        assert self._peers is not None
+        names = {process: self._peers.name(process) for process in members}
+        return bootstrap.Processes(
+            members, self._peers.me, self.timeout_s, names=names
+        )
 
     def _check_nodes(self) -> None:
         where = "jax_ep.Communicator"
@@ -268,15 +272,18 @@ class Communicator:
         return topology.node_groups(self._groups, self.node_size)
 
     def _agree_on_id(self) -> int:
-        """A number for the program, equal on all processes and new on each."""
+        """A number for the program, equal on all processes and new on each.
+
+        So is the one after it, which rails have.
+        """
         global _next_id
         with _ids_lock:
             mine = _next_id
             if self._peers is None:
-                _next_id = mine + 1
+                _next_id = mine + 2
                 return mine
             agreed = max(self._peers.gather("id", mine).values())
-            _next_id = agreed + 1
+            _next_id = agreed + 2
             return agreed
 
     def _set_up_native(self) -> Callable[[], Any]:
@@ -290,29 +297,68 @@ class Communicator:
         with contextlib.ExitStack() as stack:
             if self.num_nodes > 1:
                 self._node = self._part(self.id, self.node_size)
-                self._rail = self._part(self._agree_on_id(), self.num_nodes)
+                self._rail = self._part(self.id + 1, self.num_nodes)
             if self.backend == "cpu":
                 host = staging.set_up_host(self.id, self._node_groups(), **shared)
                 stack.callback(host.release)
                 self._memory_bytes = host.memory_bytes
                 if self._rail is not None:
-                    rails = topology.rail_groups(self._groups, self.node_size)
-                    host = staging.set_up_host(self._rail.id, rails, **shared)
+                    host = self._set_up_host_rails(shared)
                     stack.callback(host.release)
                     self._memory_bytes += host.memory_bytes
             else:
-                if self.num_nodes > 1:
-                    raise peer_memory.CannotWork(
-                        "several nodes work on CPUs only so far; on GPUs the ranks "
-                        "of one host do"
-                    )
-                gpus = peer_memory.set_up_cuda(
-                    self.id, self._node_groups(), num_sms=self._num_sms, **shared
-                )
+                gpus = self._set_up_gpus(shared)
                 stack.callback(gpus.release)
                 self._memory_bytes = gpus.memory_bytes
                 self._exported = gpus.exported
+                if self._rail is not None:
+                    release = node_wire.set_up_wire(
+                        self._rail.id,
+                        topology.rail_groups(self._groups, self.node_size),
+                        timeout_s=self.timeout_s,
+                        processes=self._peers,
+                    )
+                    stack.callback(release)
             return stack.pop_all().close
+
+    def _set_up_gpus(self, shared: dict[str, Any]) -> peer_memory.CudaMemory:
+        """Sets the nodes up; all of them can, or none is."""
+
+        def set_up() -> peer_memory.CudaMemory:
+            return peer_memory.set_up_cuda(
+                self.id, self._node_groups(), num_sms=self._num_sms, **shared
+            )
+
+        if self._near is self._peers:
+            return set_up()
+        assert self._peers is not None
+        gpus, problem = None, None
+        try:
+            gpus = set_up()
+        except peer_memory.CannotWork as error:
+            problem = str(error)
+        problem = self._peers.agree("GPUs of nodes", problem)
+        if problem is None:
+            assert gpus is not None
+            return gpus
+        if gpus is not None:
+            gpus.release()
+        raise peer_memory.CannotWork(problem)
+
+    def _set_up_host_rails(self, shared: dict[str, Any]) -> staging.HostStaging:
+        assert self._rail is not None
+        rails = topology.rail_groups(self._groups, self.node_size)
+        if self._peers is None:
+            return staging.set_up_host(self._rail.id, rails, **shared)
+        # Sockets of their own: those of nodes are watched for hang-ups already.
+        peers = self._processes(self._peers.members)
+        links = bootstrap.Links()
+        problem = links.connect(peers, peers.gather("hosts", _host(links)))
+        if problem is not None:
+            raise peer_memory.CannotWork(problem)
+        with contextlib.closing(links):
+            shared = shared | {"processes": peers, "links": links}
+            return staging.set_up_host(self._rail.id, rails, **shared)
 
     def _part(self, identity: int, num_ranks: int) -> topology.Part:
         return topology.Part(
@@ -492,6 +538,11 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
+
+
+def _host(links: bootstrap.Links) -> dict[str, Any]:
+    """What the others need to connect to this process."""
+    return {**bootstrap.host_identity(), "address": links.address}
 
 
 def _is_count(value: Any) -> bool:

@@ -8,11 +8,13 @@ primitives.py, the only file that knows these targets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
@@ -129,8 +131,11 @@ def _combine_in_steps(*operands, comm, **sizes):
     return leaves
 
 
-def _lowering(in_steps):
+def _lowering(in_steps, native):
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any):
+        if params["comm"].backend == "cuda":
+            return native(ctx, *operands, **params)
+
         def steps(*operands):
             return in_steps(*operands, **params)
 
@@ -139,13 +144,73 @@ def _lowering(in_steps):
     return rule
 
 
+# On GPUs: one call, whose rows cross in chunks. A block for another node is cut into
+# as many chunks as are at least this large, but not into more than that.
+_MIN_CHUNK_BYTES = 4 << 20
+_MAX_CHUNKS = 8
+# Chunks that have a place in staging memory, unless num_channels says so.
+_IN_FLIGHT = 3
+_PLACES, _SENDS, _ARRIVALS = range(primitives.NUM_ROUTING, _NUM_ROUTING)
+
+
+def chunks(
+    comm: Communicator, block: int, row_bytes: int
+) -> tuple[int, int]:
+    """(rows of a chunk, chunks in flight) where a node gets `block` rows."""
+    count = min(max(1, block * row_bytes // _MIN_CHUNK_BYTES), _MAX_CHUNKS, block)
+    rows = -(-block // count)
+    crossing = -(-block // rows) * (comm.num_nodes - 1)
+    return rows, min(comm._num_channels or _IN_FLIGHT, crossing, _MAX_CHUNKS)
+
+
+def _native_rows(op: str, index: int):
+    """Lowers an operation whose 4th operand is the routing operand `index`."""
+    keep = [0, 1, _ARRIVALS, index]
+
+    def rule(ctx, *operands, comm, num_tokens, **_):
+        taken = [*keep, *range(_NUM_ROUTING, len(operands))]
+        leaves = ctx.avals_in[_NUM_ROUTING:]
+        num_wire_rows = ctx.avals_in[0].shape[0]
+        row_bytes = [
+            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves
+        ]
+        block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
+        chunk_rows, in_flight = chunks(comm, block, sum(row_bytes))
+        staged = in_flight * chunk_rows
+        rows = 2 * staged if op == "dispatch" else num_wire_rows + staged
+        staging = [
+            jax.core.ShapedArray((rows * size,), np.dtype(np.uint8))
+            for size in row_bytes
+        ]
+        results = primitives.communicator_call(
+            ctx,
+            f"jax_ep_node_{op}",
+            [operands[i] for i in taken],
+            [ctx.avals_in[i] for i in taken],
+            [*ctx.avals_out, *staging],
+            comm._node,
+            rail=comm._rail.id,
+            chunk_rows=chunk_rows,
+            in_flight=in_flight,
+        )
+        return results[: len(leaves)]
+
+    return rule
+
+
+def _native_exchange(ctx, rows, *, comm):
+    return primitives.communicator_call(
+        ctx, "jax_ep_node_exchange", [rows], ctx.avals_in, ctx.avals_out, comm._rail
+    )
+
+
 # Definitions -----------------------------------------------------------------
 # Not cacheable: every call gets channels of its own.
 
 node_dispatch_p = primitives.define_rows(
     "ep_node_dispatch",
     lambda p: p["capacity"],
-    _lowering(_dispatch_in_steps),
+    _lowering(_dispatch_in_steps, _native_rows("dispatch", _SENDS)),
     lambda: node_combine_p,
     num_routing=_NUM_ROUTING,
     sums=False,
@@ -153,7 +218,7 @@ node_dispatch_p = primitives.define_rows(
 node_combine_p = primitives.define_rows(
     "ep_node_combine",
     lambda p: p["num_tokens"],
-    _lowering(_combine_in_steps),
+    _lowering(_combine_in_steps, _native_rows("combine", _PLACES)),
     lambda: node_dispatch_p,
     num_routing=_NUM_ROUTING,
     sums=True,
@@ -161,7 +226,7 @@ node_combine_p = primitives.define_rows(
 node_exchange_p = define(
     "ep_node_exchange",
     lambda rows, **_: [rows.update(weak_type=False)],
-    _lowering(_exchange_over_rail),
+    _lowering(_exchange_over_rail, _native_exchange),
     cacheable=False,
 )
 ad.primitive_jvps[node_exchange_p] = lambda *args, **params: integers_jvp(

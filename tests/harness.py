@@ -52,6 +52,8 @@ PLAN_FIELDS = (
     "group_sizes",
 )
 
+CROSSING_FIELDS = ("node_demand", "node_overflow")
+
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -291,6 +293,7 @@ class CaseResult:
       received: dispatch(x).
       y: what was combined, by leaf; NaN in rows that were never sent.
       combined: combine(y).
+      crossing: the plan's CROSSING_FIELDS, with several nodes.
     """
 
     right: oracle.Oracle
@@ -299,6 +302,7 @@ class CaseResult:
     received: dict[str, np.ndarray]
     y: dict[str, np.ndarray]
     combined: dict[str, np.ndarray]
+    crossing: dict[str, np.ndarray]
 
 
 def run_case(
@@ -338,7 +342,8 @@ def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
         node_capacity,
     )
     plan, received, combined = program(routing.topk_idx, x, y)
-    return CaseResult(right, plan, x, received, y, combined)
+    crossing = {name: plan.pop(name) for name in CROSSING_FIELDS if name in plan}
+    return CaseResult(right, plan, x, received, y, combined, crossing)
 
 
 @functools.cache
@@ -362,8 +367,7 @@ def case_program(
         )
         fields = plan_fields(plan)
         if comm.num_nodes > 1:
-            names = ("node_demand", "node_overflow")
-            fields |= {name: getattr(plan, name) for name in names}
+            fields |= {name: getattr(plan, name) for name in CROSSING_FIELDS}
         return (
             fields,
             jax_ep.dispatch(x, plan),

@@ -40,14 +40,12 @@ def assert_right(case, nodes, size, monkeypatch, node_capacity=None):
     """Plan, dispatch and combine of a case are the oracle's."""
     monkeypatch.setattr(oracle, "NODE_SIZE", size)
     result = harness.run_case(case, "cpu", nodes * size, node_capacity)
-    right, plan = result.right, dict(result.plan)
-    demand = plan.pop("node_demand")
-    overflow = plan.pop("node_overflow")
-    payloads.assert_same_trees(plan, right.fields, str(case))
-    if right.tokens:
-        assert (demand == right.node_demand).all()
-        most = right.tokens if node_capacity is None else node_capacity
-        assert (overflow == (demand > most)).all()
+    right = result.right
+    payloads.assert_same_trees(result.plan, right.fields, str(case))
+    demand = right.node_demand
+    assert (result.crossing["node_demand"] == demand).all()
+    most = right.tokens if node_capacity is None else node_capacity
+    assert (result.crossing["node_overflow"] == (demand > most)).all()
     for name, x in result.x.items():
         payloads.assert_same_rows(result.received[name], right.dispatch(x), name, x)
     for name, y in result.y.items():
@@ -203,16 +201,18 @@ def test_operations_and_transformations_on_nodes():
 # Over several processes -------------------------------------------------------
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("staging", ["", "--tiny-staging"], ids=["default", "tiny"])
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 def test_operations_between_processes(processes, devices, staging, tmp_path):
     passed = processes_test.run_suite(
         *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
         *("--node-size=2", *filter(None, [staging])),
+        *("-k", "oracles and (uniform or holes or top_22 or half or one_rank)"),
         place=(processes, devices),
         logs=tmp_path,
     )
-    assert passed > 30
+    assert passed >= 15
 
 
 def test_a_process_of_another_node_is_killed(tmp_path):
