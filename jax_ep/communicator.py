@@ -299,7 +299,10 @@ class Communicator:
                 self._node = self._part(self.id, self.node_size)
                 self._rail = self._part(self.id + 1, self.num_nodes)
             if self.backend == "cpu":
-                host = staging.set_up_host(self.id, self._node_groups(), **shared)
+                scope = ", inside nodes: ranks are local" if self._node else ""
+                host = staging.set_up_host(
+                    self.id, self._node_groups(), scope=scope, **shared
+                )
                 stack.callback(host.release)
                 self._memory_bytes = host.memory_bytes
                 if self._rail is not None:
@@ -347,6 +350,7 @@ class Communicator:
 
     def _set_up_host_rails(self, shared: dict[str, Any]) -> staging.HostStaging:
         assert self._rail is not None
+        shared = shared | {"scope": ", between nodes: ranks are nodes"}
         rails = topology.rail_groups(self._groups, self.node_size)
         if self._peers is None:
             return staging.set_up_host(self._rail.id, rails, **shared)

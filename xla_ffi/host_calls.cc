@@ -25,7 +25,8 @@ ffi::ErrorOr<std::unique_ptr<HostCallSite>> InstantiateHostCall(
   if (site.has_error()) return ffi::Unexpected(site.error());
   return std::make_unique<HostCallSite>(
       site->communicator,
-      std::string(op) + " (channel " + std::to_string(site->channel) + ")",
+      std::string(op) + " (channel " + std::to_string(site->channel) +
+          site->communicator->scope + ")",
       site->channel);
 }
 
