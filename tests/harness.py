@@ -105,14 +105,12 @@ def mesh(ranks: int) -> Mesh:
 
 def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
     """One communicator for each (backend, ranks), kept for all tests."""
-    node_size = oracle.node_size(ranks) if backend != "xla" else ranks
-    return _communicator(mesh(ranks), backend, node_size)
+    return _communicator(mesh(ranks), backend, oracle.node_size(ranks))
 
 
 @functools.cache
-def _communicator(over: Mesh, backend: str, node_size: int) -> jax_ep.Communicator:
-    # On one node as users have it.
-    cut = {} if node_size == over.size else {"node_size": node_size}
+def _communicator(over: Mesh, backend: str, _: int) -> jax_ep.Communicator:
+    cut = oracle.cut(over.size, backend)
     return jax_ep.Communicator(
         over, "ep", backend=backend, **cut, **COMMUNICATOR_OPTIONS
     )

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -37,7 +38,8 @@ def mesh(shape, axis_type=AxisType.Auto, devices=None):
 @functools.cache
 def communicator(mesh, axis_name, backend):
     """One communicator for each set of arguments, kept for all tests."""
-    return jax_ep.Communicator(mesh, axis_name, backend=backend)
+    cut = oracle.cut(mesh.shape[axis_name], backend)
+    return jax_ep.Communicator(mesh, axis_name, backend=backend, **cut)
 
 
 def kept_pairs(topk_idx, *, num_ranks, num_experts, capacity):

@@ -20,6 +20,12 @@ def node_size(ranks: int) -> int:
     return NODE_SIZE if cut else ranks
 
 
+def cut(ranks: int, backend: str) -> dict[str, int]:
+    """Communicator's arguments for that; none where there is one node."""
+    size = node_size(ranks)
+    return {} if size == ranks or backend == "xla" else {"node_size": size}
+
+
 @dataclasses.dataclass(frozen=True)
 class Oracle:
     """The right plan of one routing.
