@@ -44,7 +44,8 @@ __global__ void WireBegunKernel(WireProgress* progress, uint64_t count) {
 
 __global__ void WireEndedKernel(WireProgress* progress, uint64_t count) {
   if (*static_cast<volatile uint32_t*>(&progress->failed) != 0) {
-    printf("jax_ep: the wire between nodes has failed; see the host's message\n");
+    printf(
+        "jax_ep: the wire between nodes has failed; see the host's message\n");
     __trap();
   }
   *static_cast<volatile uint64_t*>(&progress->ended) = count;

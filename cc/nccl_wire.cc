@@ -77,10 +77,12 @@ std::string NcclWire::Allocate() {
     }
   }
   // Loads the kernels, as set-up does with all others.
-  for (const void* kernel : {GatherRowsKernelAddress(), WireBegunKernelAddress(),
-                             WireEndedKernelAddress()}) {
+  for (const void* kernel :
+       {GatherRowsKernelAddress(), WireBegunKernelAddress(),
+        WireEndedKernelAddress()}) {
     cudaFuncAttributes attributes;
-    if (status == cudaSuccess) check(cudaFuncGetAttributes(&attributes, kernel));
+    if (status == cudaSuccess)
+      check(cudaFuncGetAttributes(&attributes, kernel));
   }
   return status == cudaSuccess
              ? ""

@@ -88,8 +88,8 @@ class NcclRails {
   ~NcclRails();
 
   // Connects all rails and sends a word both ways between all nodes, so that no
-  // later transfer has to connect. Blocks until every rank of the rails is here.
-  // Says what went wrong, "" where nothing did.
+  // later transfer has to connect. Blocks until every rank of the rails is
+  // here. Says what went wrong, "" where nothing did.
   std::string Connect(const std::vector<WirePlace>& places, double timeout_s);
 
   // nullptr where the device is not the communicator's.

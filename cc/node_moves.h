@@ -3,10 +3,10 @@
 // T tokens, N nodes, W = T + (N - 1) * block wire rows, as in
 // jax_ep/node_plan.py: this rank's own tokens, then a block for each other node
 // by its distance. A block crosses in chunks of chunk_rows, and `in_flight`
-// chunks have a place in staging memory, which is cut [place][row] for each leaf
-// and direction. While one chunk is on the wire, the next is packed and the one
-// before it is passed on inside the node (dispatch), or the next is summed
-// inside the node (combine).
+// chunks have a place in staging memory, which is cut [place][row] for each
+// leaf and direction. While one chunk is on the wire, the next is packed and
+// the one before it is passed on inside the node (dispatch), or the next is
+// summed inside the node (combine).
 //
 //   main stream  pack 0  pack 1  own rows  pass 0 on  pack 2  pass 1 on ...
 //                   \       \               /          \       /
@@ -67,8 +67,8 @@ std::string NodeDispatch(const NodeRows& params, Wire& wire,
                          const NodeEvents& events, cudaStream_t stream);
 std::string NodeCombine(const NodeRows& params, Wire& wire,
                         const NodeEvents& events, cudaStream_t stream);
-// [(N - 1) * block_bytes]: block d - 1 goes to the d-th node after this one, and
-// what comes is from the d-th before.
+// [(N - 1) * block_bytes]: block d - 1 goes to the d-th node after this one,
+// and what comes is from the d-th before.
 std::string NodeExchange(const std::byte* in, std::byte* out,
                          int64_t block_bytes, int32_t node, int32_t num_nodes,
                          Wire& wire, const NodeEvents& events,

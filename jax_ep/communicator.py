@@ -246,9 +246,7 @@ class Communicator:
         """Some of the processes, in another conversation."""
         assert self._peers is not None
         names = {process: self._peers.name(process) for process in members}
-        return bootstrap.Processes(
-            members, self._peers.me, self.timeout_s, names=names
-        )
+        return bootstrap.Processes(members, self._peers.me, self.timeout_s, names=names)
 
     def _check_nodes(self) -> None:
         where = "jax_ep.Communicator"
@@ -461,8 +459,8 @@ class Communicator:
 
         Returns:
           "backend", "axis_name", "num_ranks", "num_nodes", "node_size", "closed";
-          "memory_bytes", what this process holds for communication; and "groups", one dict for each
-          coordinate of the other mesh axes: "devices" (JAX's ids) and
+          "memory_bytes", what this process holds for communication; and "groups",
+          one dict for each coordinate of the other mesh axes: "devices" (JAX's ids) and
           "processes" by rank, and "paths", [rank][rank], how rows go from one to
           the other: "in-process" (straight from buffer to buffer on the host),
           "direct" (GPUs that store into each other's memory; buffers for which XLA
@@ -492,7 +490,8 @@ class Communicator:
     def _paths(self, devices: list[jax.Device]) -> list[list[str]]:
         return [
             [
-                self._path(a, b) if i // self.node_size == j // self.node_size
+                self._path(a, b)
+                if i // self.node_size == j // self.node_size
                 else "wire"
                 for j, b in enumerate(devices)
             ]

@@ -58,9 +58,7 @@ def _bind_leaves(primitive, leaves, plan, num_rows) -> list[jax.Array]:
     )
 
 
-def exchange(
-    rows: jax.Array, comm: Communicator, axes: frozenset[str]
-) -> jax.Array:
+def exchange(rows: jax.Array, comm: Communicator, axes: frozenset[str]) -> jax.Array:
     """Binds ep_node_exchange: [(N - 1) * n, ...] to and from the other nodes.
 
     Block d - 1 of n rows goes to the d-th node after this one, in circles, and what
@@ -102,16 +100,22 @@ def _two_steps(routes, num_recv, recv_src, places, sends, arrivals, comm, sizes)
     node = jnp.where(places < 0, -1, (node + distance) % comm.num_nodes)
     full = jnp.full_like(num_recv, num_wire_rows)
     # Nothing reads sources on the CPU.
-    rail = (jnp.stack([node, places], axis=-1), full, sends), {
-        "comm": comm._rail,
-        "num_tokens": num_tokens,
-        "capacity": num_wire_rows,
-    }
-    node = (routes, num_recv, recv_src), {
-        "comm": comm._node,
-        "num_tokens": num_wire_rows,
-        "capacity": sizes["capacity"],
-    }
+    rail = (
+        (jnp.stack([node, places], axis=-1), full, sends),
+        {
+            "comm": comm._rail,
+            "num_tokens": num_tokens,
+            "capacity": num_wire_rows,
+        },
+    )
+    node = (
+        (routes, num_recv, recv_src),
+        {
+            "comm": comm._node,
+            "num_tokens": num_wire_rows,
+            "capacity": sizes["capacity"],
+        },
+    )
     return rail, node
 
 
@@ -153,9 +157,7 @@ _IN_FLIGHT = 3
 _PLACES, _SENDS, _ARRIVALS = range(primitives.NUM_ROUTING, _NUM_ROUTING)
 
 
-def chunks(
-    comm: Communicator, block: int, row_bytes: int
-) -> tuple[int, int]:
+def chunks(comm: Communicator, block: int, row_bytes: int) -> tuple[int, int]:
     """(rows of a chunk, chunks in flight) where a node gets `block` rows."""
     count = min(max(1, block * row_bytes // _MIN_CHUNK_BYTES), _MAX_CHUNKS, block)
     rows = -(-block // count)
@@ -171,9 +173,7 @@ def _native_rows(op: str, index: int):
         taken = [*keep, *range(_NUM_ROUTING, len(operands))]
         leaves = ctx.avals_in[_NUM_ROUTING:]
         num_wire_rows = ctx.avals_in[0].shape[0]
-        row_bytes = [
-            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves
-        ]
+        row_bytes = [math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves]
         block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
         chunk_rows, in_flight = chunks(comm, block, sum(row_bytes))
         staged = in_flight * chunk_rows

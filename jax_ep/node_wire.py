@@ -47,7 +47,8 @@ def set_up_wire(
                 f"{processes.name(p)} has {module.nccl_version_name(v)}"
                 for p, v in versions.items()
             )
-            raise CannotWork(f"NCCL must be the same everywhere: {found}")
+            problem = f"NCCL must be the same everywhere: {found}"
+            raise CannotWork(problem)
     names = _name_rails(module, rails, processes)
     places = [
         (

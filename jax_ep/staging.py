@@ -55,7 +55,9 @@ def set_up_host(
     Args:
       identity: of the entry in the native registry.
       groups: devices by [group][rank].
-      timeout_s, num_channels, staging_bytes: as for Communicator.
+      timeout_s: as for Communicator.
+      num_channels: as for Communicator.
+      staging_bytes: as for Communicator.
       processes: who takes part, where there are several.
       links: connects them.
       scope: what ranks are in messages, where they are not the mesh axis's.

@@ -104,4 +104,3 @@ def check_node_size(node_size: Any, num_ranks: int) -> None:
             "jax_ep.Communicator: node_size must be None or an integer >= 1 that "
             f"divides the {num_ranks} ranks, found {node_size!r}"
         )
-

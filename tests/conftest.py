@@ -33,7 +33,6 @@ def pytest_addoption(parser):
         help="1 channel of 2 slots between processes (process_suite.py)",
     )
 
-
     parser.addoption(
         "--node-size",
         type=int,

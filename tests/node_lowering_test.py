@@ -203,7 +203,12 @@ def test_rails_are_connected_and_released(monkeypatch, processes):
     one, two = bytes(128), bytes([1]) * 128
     assert module.connected == (
         7,
-        [(10, 0, 0, 2, one), (12, 2, 1, 2, one), (11, 1, 0, 2, two), (13, 3, 1, 2, two)],
+        [
+            (10, 0, 0, 2, one),
+            (12, 2, 1, 2, one),
+            (11, 1, 0, 2, two),
+            (13, 3, 1, 2, two),
+        ],
         3.0,
     )
     release()

@@ -120,8 +120,11 @@ def test_a_layer_and_its_gradients_are_those_of_one_node(nodes, size):
                 return (_layer(comm)(ids[0], *args) ** 2).sum()
 
             gradients = jax.grad(loss, (0, 1, 2))(*args)
-            tangents = jax.jvp(lambda x: _layer(comm)(ids[0], args[0], x, args[2]),
-                               (args[1],), (args[1] + 1,))[1]
+            tangents = jax.jvp(
+                lambda x: _layer(comm)(ids[0], args[0], x, args[2]),
+                (args[1],),
+                (args[1] + 1,),
+            )[1]
             return jax.tree.map(lambda a: a[None], (out, gradients, tangents))
 
         spec = P("ep")
@@ -222,9 +225,7 @@ def test_a_process_of_another_node_is_killed(tmp_path):
 
 
 def test_300_steps_with_delays(tmp_path):
-    processes_test.run(
-        "random_delays_in_nodes", tmp_path, 300, processes=4, devices=1
-    )
+    processes_test.run("random_delays_in_nodes", tmp_path, 300, processes=4, devices=1)
 
 
 # Topology ---------------------------------------------------------------------
@@ -264,9 +265,9 @@ def test_two_groups_of_two_nodes():
             return jax_ep.combine(rows * (rank + 1), plan)
 
         spec = P(("data", "ep"))
-        out = jax.jit(
-            jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
-        )(*jax.device_put((ids, x), jax.NamedSharding(mesh, spec)))
+        out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(
+            *jax.device_put((ids, x), jax.NamedSharding(mesh, spec))
+        )
     assert (np.asarray(out) == x * (ids + 1)).all()
 
 
@@ -343,3 +344,16 @@ def test_too_many_ranks_of_a_node():
     comm.node_size, comm.num_nodes = 1, 144
     with pytest.raises(ValueError, match="at most 64 nodes, found 144 of 1 ranks"):
         jax_ep.Communicator._check_nodes(comm)
+
+
+# The example ------------------------------------------------------------------
+
+
+def test_the_example_here():
+    done = run_script(
+        *("examples/multi_host/train.py", "--local", "4", "--node-size", "2"),
+        *("--steps", "11"),
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 nodes in 4 processes" in done.stdout

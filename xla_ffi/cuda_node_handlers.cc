@@ -76,8 +76,7 @@ ffi::Error Complete(NodeRows& params, const NcclWire& wire,
   params.num_nodes = wire.place().num_nodes;
   params.node_size = params.rows.op.view.num_ranks;
   params.num_tokens = num_tokens;
-  params.block =
-      (routes.dimensions()[0] - num_tokens) / (params.num_nodes - 1);
+  params.block = (routes.dimensions()[0] - num_tokens) / (params.num_nodes - 1);
   params.chunk_rows = *chunk_rows;
   params.in_flight = static_cast<int32_t>(*in_flight);
   const int32_t leaves = params.rows.num_leaves;
@@ -101,8 +100,8 @@ ffi::Error Dispatch(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
                     ffi::RemainingRets out, ffi::Dictionary attributes) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows = DispatchRows(
-      site->site, ordinal, {routes, num_recv, arrivals}, in, out);
+  const ffi::ErrorOr<RowParams> rows =
+      DispatchRows(site->site, ordinal, {routes, num_recv, arrivals}, in, out);
   if (rows.has_error()) return rows.error();
   NodeRows params = {};
   params.rows = *rows;
@@ -124,15 +123,15 @@ ffi::Error Combine(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
                    ffi::RemainingRets out, ffi::Dictionary attributes) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows = CombineRows(
-      site->site, ordinal, {routes, num_recv, arrivals}, in, out);
+  const ffi::ErrorOr<RowParams> rows =
+      CombineRows(site->site, ordinal, {routes, num_recv, arrivals}, in, out);
   if (rows.has_error()) return rows.error();
   NodeRows params = {};
   params.rows = *rows;
   params.places = places.typed_data();
   params.places_per_token = static_cast<int32_t>(places.dimensions()[1]);
-  const ffi::Error completed = Complete(
-      params, **wire, routes, places.dimensions()[0], out, attributes);
+  const ffi::Error completed =
+      Complete(params, **wire, routes, places.dimensions()[0], out, attributes);
   if (completed.failure()) return completed;
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
   return Enqueued("node_combine",
@@ -147,12 +146,11 @@ ffi::Error Exchange(CudaRailSite* site, int32_t ordinal, cudaStream_t stream,
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
   return Enqueued(
       "node_exchange",
-      NodeExchange(static_cast<const std::byte*>(in.untyped_data()),
-                   static_cast<std::byte*>(out->untyped_data()),
-                   static_cast<int64_t>(in.size_bytes()) /
-                       (place.num_nodes - 1),
-                   place.node, place.num_nodes, **wire, (*wire)->events(),
-                   stream));
+      NodeExchange(
+          static_cast<const std::byte*>(in.untyped_data()),
+          static_cast<std::byte*>(out->untyped_data()),
+          static_cast<int64_t>(in.size_bytes()) / (place.num_nodes - 1),
+          place.node, place.num_nodes, **wire, (*wire)->events(), stream));
 }
 
 // As BindRows(), with one more routing operand and attributes.
