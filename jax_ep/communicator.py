@@ -235,6 +235,7 @@ class Communicator:
                     topology.connected(self._node_groups(), self._peers.me)
                 )
         self._check_nodes()
+        assert self._near is not None
         problem = links.connect(self._near, hosts)
         if self._near is not self._peers:
             problem = self._peers.agree("connections of nodes", problem)

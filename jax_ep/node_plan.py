@@ -63,8 +63,8 @@ def plan(
     capacity: int,
     expert_alignment: int,
     node_capacity: int,
-) -> dict[str, jax.Array | Crossing]:
-    """Plan's array fields by name."""
+) -> tuple[dict[str, jax.Array], Crossing]:
+    """Plan's array fields by name, and how rows cross."""
     num_tokens, top_k = topk_idx.shape
     axes = varying(topk_idx) | {comm.axis_name}
     layout = _Wire(comm, num_tokens, node_capacity)
@@ -88,9 +88,8 @@ def plan(
         .at[jnp.where(found.topk_idx >= 0, found.topk_idx, local_experts)]
         .add(1, mode="drop")
     )
-    return {
+    fields = {
         "_routes": found.routes(min(top_k, comm.node_size)),
-        "_crossing": Crossing(places, sends, found.wire_rows),
         "num_recv": jnp.minimum(num_demand, capacity),
         "num_demand": num_demand,
         "overflow": num_demand > capacity,
@@ -102,6 +101,7 @@ def plan(
         "node_demand": demand,
         "node_overflow": demand > node_capacity,
     }
+    return fields, Crossing(places, sends, found.wire_rows)
 
 
 class _Wire:

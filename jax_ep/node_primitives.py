@@ -90,9 +90,9 @@ def _exchange_over_rail(rows, *, comm: Communicator):
     )
 
 
-def _two_steps(routes, num_recv, recv_src, places, sends, arrivals, comm, sizes):
+def _two_steps(routing, comm, sizes):
     """Routing and sizes of the step over the rail and of that inside the node."""
-    del arrivals
+    routes, num_recv, recv_src, places, sends, _ = routing
     num_tokens, num_wire_rows = sizes["num_tokens"], routes.shape[0]
     block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
     distance = jnp.where(places < num_tokens, 0, (places - num_tokens) // block + 1)
@@ -121,7 +121,7 @@ def _two_steps(routes, num_recv, recv_src, places, sends, arrivals, comm, sizes)
 
 def _dispatch_in_steps(*operands, comm, **sizes):
     leaves = operands[_NUM_ROUTING:]
-    rail, node = _two_steps(*operands[:_NUM_ROUTING], comm, sizes)
+    rail, node = _two_steps(operands[:_NUM_ROUTING], comm, sizes)
     for routing, params in (rail, node):
         leaves = primitives.dispatch_p.bind(*routing, *leaves, **params)
     return leaves
@@ -129,7 +129,7 @@ def _dispatch_in_steps(*operands, comm, **sizes):
 
 def _combine_in_steps(*operands, comm, **sizes):
     leaves = operands[_NUM_ROUTING:]
-    rail, node = _two_steps(*operands[:_NUM_ROUTING], comm, sizes)
+    rail, node = _two_steps(operands[:_NUM_ROUTING], comm, sizes)
     for routing, params in (node, rail):
         leaves = primitives.combine_p.bind(*routing, *leaves, **params)
     return leaves

@@ -187,11 +187,10 @@ def make_plan(
     ids = _as_int32(topk_idx, num_experts)
     # T is the same on all ranks; where it is 0 nobody has to ask.
     if comm.num_nodes > 1 and num_tokens > 0:
-        arrays = node_plan.plan(ids, **sizes, node_capacity=node_capacity)
+        arrays, crossing = node_plan.plan(ids, **sizes, node_capacity=node_capacity)
     else:
-        arrays = primitives.plan(ids, **sizes)
+        arrays, crossing = primitives.plan(ids, **sizes), None
         arrays |= {
-            "_crossing": None,
             "node_demand": jnp.zeros_like(arrays["num_recv"]),
             "node_overflow": jnp.zeros_like(arrays["overflow"]),
         }
@@ -202,6 +201,7 @@ def make_plan(
         arrays["group_sizes"] = jnp.diff(fitting, prepend=0)
     return Plan(
         **arrays,
+        _crossing=crossing,
         expert_demand=ends[-1],
         expert_overflow=ends[-1] > expert_capacity,
         comm=comm,

@@ -31,6 +31,7 @@ def comm():
     """Two nodes of two, as if on GPUs."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("ep",))
     comm = jax_ep.Communicator(mesh, "ep", backend="cpu", node_size=2)
+    assert comm._node is not None and comm._rail is not None
     comm.backend = "cuda"
     comm._node = dataclasses.replace(comm._node, backend="cuda")
     comm._rail = dataclasses.replace(comm._rail, backend="cuda")

@@ -66,15 +66,14 @@ def initialize(arguments: argparse.Namespace) -> None:
     if arguments.coordinator is None:
         jax.distributed.initialize()  # Slurm, Open MPI and others are found
         return
-    here = {}
+    device = None
     if arguments.local:
         # Rank r of node n on GPU (r + n): each rail spans all GPUs.
         node, local = divmod(arguments.process, arguments.node_size or 1)
-        gpus = arguments.gpus_here
-        here = {"local_device_ids": [(node + local) % gpus]}
+        device = [(node + local) % arguments.gpus_here]
         jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
-        arguments.coordinator, arguments.processes, arguments.process, **here
+        arguments.coordinator, arguments.processes, arguments.process, device
     )
 
 
