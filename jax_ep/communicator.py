@@ -317,6 +317,7 @@ class Communicator:
                     release = node_wire.set_up_wire(
                         self._rail.id,
                         topology.rail_groups(self._groups, self.node_size),
+                        node_size=self.node_size,
                         timeout_s=self.timeout_s,
                         processes=self._peers,
                     )

@@ -20,6 +20,7 @@ def set_up_wire(
     identity: int,
     rails: _Groups,
     *,
+    node_size: int,
     timeout_s: float,
     processes: bootstrap.Processes | None,
 ) -> Callable[[], Any]:
@@ -27,7 +28,8 @@ def set_up_wire(
 
     Args:
       identity: of the entry in the native registry.
-      rails: devices by [rail][node].
+      rails: devices by [rail][node], rails of a group one after the other.
+      node_size: rails of a group.
       timeout_s: how long to wait for the others, here and in each transfer.
       processes: all of the communicator.
 
@@ -53,7 +55,7 @@ def set_up_wire(
     places = [
         (
             device.local_hardware_id,
-            rail + node * len(rails),
+            node * node_size + rail % node_size,
             node,
             len(devices),
             names[rail],

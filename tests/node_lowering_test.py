@@ -194,7 +194,9 @@ def rails(nodes=2, size=2):
 
 def set_up(monkeypatch, module, processes=None):
     monkeypatch.setattr(node_wire.native, "cuda", lambda: module)
-    return node_wire.set_up_wire(7, rails(), timeout_s=3.0, processes=processes)
+    return node_wire.set_up_wire(
+        7, rails(), node_size=2, timeout_s=3.0, processes=processes
+    )
 
 
 @pytest.mark.parametrize("processes", (None, Peers()))

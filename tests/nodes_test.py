@@ -192,9 +192,10 @@ def test_flights_are_done_at_their_start():
 
 @pytest.mark.slow
 def test_operations_and_transformations_on_nodes():
-    files = "transforms control_flow layer_gradients moe fp8 overlap dispatch combine"
+    files = "transforms layer_gradients moe fp8 dispatch combine"
     done = run_script(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--node-size=2"),
+        *("-k", "cpu and not oracles"),
         *(f"tests/{name}_test.py" for name in files.split()),
         timeout=1500,
     )
