@@ -159,18 +159,16 @@ void NcclWire::GiveUp(const std::string& reason) {
 }
 
 NcclRails::~NcclRails() {
-  if (watcher_.joinable()) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    // The watcher goes on until the transfers below have ended or are given up.
-  }
+  // Watched on: what does not end is given up.
   for (const auto& [ordinal, wire] : wires_) {
     const OnDevice current(ordinal);
     if (current.status() == cudaSuccess && wire->stream_ != nullptr) {
       cudaStreamSynchronize(wire->stream_);
     }
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
   }
   stops_.notify_all();
   if (watcher_.joinable()) watcher_.join();
@@ -301,19 +299,11 @@ std::string NcclRails::Test() {
 
 void NcclRails::Watch() {
   std::unique_lock<std::mutex> lock(mutex_);
-  bool last = false;
-  while (!last) {
-    // When stopping: until nothing is in the air.
-    stops_.wait_for(lock, kLookEvery);
-    last = stopping_;
+  while (!stops_.wait_for(lock, kLookEvery, [this] { return stopping_; })) {
     for (const auto& [ordinal, wire] : wires_) {
       if (wire->given_up_) continue;
       const std::string problem = wire->Look(Now(), timeout_ns_);
       if (!problem.empty()) wire->GiveUp(problem);
-      if (Load(wire->progress_->begun) != Load(wire->progress_->ended) &&
-          !wire->given_up_) {
-        last = false;
-      }
     }
   }
 }

@@ -226,7 +226,7 @@ class Communicator:
         links = bootstrap.Links()
         hosts = self._peers.gather("hosts", _host(links))
         if backend == "cuda":
-            names = {p: f"{h['host']} {h['boot_id']}" for p, h in hosts.items()}
+            names = topology.host_names(hosts)
             if self._node_size is None:
                 self.node_size = topology.find_node_size(self._groups, names)
             # What one host alone does stays in step: one circle of processes.

@@ -57,6 +57,20 @@ def rail_groups(groups: _Groups, node_size: int) -> _Groups:
     return [group[local::node_size] for group in groups for local in range(node_size)]
 
 
+def host_names(hosts: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """What tells hosts apart, by process, from `bootstrap.host_identity`.
+
+    Containers of one host have names of their own, and cloned hosts the same name.
+    """
+    first: dict[str, str] = {}
+    return {
+        process: first.setdefault(
+            host["boot_id"] or host["host"], f"{host['host']} {host['boot_id'][:8]}"
+        )
+        for process, host in sorted(hosts.items())
+    }
+
+
 def find_node_size(groups: _Groups, hosts: Mapping[int, Any]) -> int:
     """Ranks of a node where ranks of a host reach each other's memory.
 

@@ -330,6 +330,26 @@ def test_unequal_nodes_are_refused(groups, hosts, found):
     assert f"found {found};" in str(error.value)
 
 
+def test_set_up_on_two_hosts(tmp_path):
+    processes_test.run("two_hosts", tmp_path, processes=4, devices=1)
+
+
+def test_hosts_are_told_apart():
+    hosts = [
+        ("pod-1", "12345678-ab"),
+        ("pod-2", "12345678-ab"),
+        ("pod-1", "9"),
+        ("x", ""),
+    ]
+    hosts = {p: {"host": h, "boot_id": b} for p, (h, b) in enumerate(hosts)}
+    assert topology.host_names(hosts) == {
+        0: "pod-1 12345678",
+        1: "pod-1 12345678",
+        2: "pod-1 9",
+        3: "x ",
+    }
+
+
 def test_processes_that_share_groups():
     groups = [_group(0, 1), _group(2, 3), _group(1, 4)]
     assert topology.connected(groups, 0) == (0, 1, 4)
