@@ -81,8 +81,9 @@ std::string NcclWire::Allocate() {
        {GatherRowsKernelAddress(), WireBegunKernelAddress(),
         WireEndedKernelAddress()}) {
     cudaFuncAttributes attributes;
-    if (status == cudaSuccess)
+    if (status == cudaSuccess) {
       check(cudaFuncGetAttributes(&attributes, kernel));
+    }
   }
   return status == cudaSuccess
              ? ""
@@ -124,14 +125,17 @@ std::string NcclWire::Exchange(const std::vector<WireTransfer>& transfers) {
 }
 
 std::string NcclWire::Look(uint64_t now_ns, uint64_t timeout_ns) {
-  int error = nccl::kSuccess;
-  const int asked = nccl::Loaded()->get_async_error(comm_, &error);
-  if (asked != nccl::kSuccess) return Failure("ncclCommGetAsyncError", asked);
-  if (error != nccl::kSuccess && error != nccl::kInProgress) {
-    return Failure("a peer is lost", error);
-  }
   const uint64_t begun = Load(progress_->begun);
   const uint64_t ended = Load(progress_->ended);
+  if (begun != ended) {
+    // A peer may end before this rank does; that matters when it is needed.
+    int error = nccl::kSuccess;
+    const int asked = nccl::Loaded()->get_async_error(comm_, &error);
+    if (asked != nccl::kSuccess) return Failure("ncclCommGetAsyncError", asked);
+    if (error != nccl::kSuccess && error != nccl::kInProgress) {
+      return Failure("a peer is lost", error);
+    }
+  }
   if (begun == ended || begun != seen_begun_ || ended != seen_ended_) {
     seen_begun_ = begun;
     seen_ended_ = ended;

@@ -86,6 +86,8 @@ class Crossing {
     if (problem_.empty()) problem_ = problem;
   }
   const std::string& problem() const { return problem_; }
+  // What did not come must not be passed on: nothing is enqueued any more.
+  bool Well() const { return problem_.empty(); }
 
   // `rows` wire rows from `first` on, which node `source` sent.
   RowParams Part(int64_t first, int64_t rows, int32_t source,
@@ -138,6 +140,7 @@ std::string NodeDispatch(const NodeRows& params, Wire& wire,
       pack.leaves[i].out = leaving(i, chunk);
     }
     crossing.Check(LaunchGatherRows(pack, stream));
+    if (!crossing.Well()) return;
     crossing.Cross(
         chunk, crossing.After(chunk), crossing.Before(chunk),
         [&](int32_t i) { return leaving(i, chunk); },
@@ -155,11 +158,13 @@ std::string NodeDispatch(const NodeRows& params, Wire& wire,
 
   const int64_t count = crossing.num_chunks();
   const int64_t ahead = std::min<int64_t>(params.in_flight, count);
-  for (int64_t c = 0; c < ahead; ++c) send(crossing.At(c));
-  crossing.Check(LaunchDispatch(crossing.Own(), stream));
-  for (int64_t c = 0; c < count; ++c) {
+  for (int64_t c = 0; c < ahead && crossing.Well(); ++c) send(crossing.At(c));
+  if (crossing.Well()) {
+    crossing.Check(LaunchDispatch(crossing.Own(), stream));
+  }
+  for (int64_t c = 0; c < count && crossing.Well(); ++c) {
     pass_on(crossing.At(c));
-    if (c + ahead < count) send(crossing.At(c + ahead));
+    if (c + ahead < count && crossing.Well()) send(crossing.At(c + ahead));
   }
   return crossing.problem();
 }
@@ -185,6 +190,7 @@ std::string NodeCombine(const NodeRows& params, Wire& wire,
       part.leaves[i].out = leaving(i, chunk);
     }
     crossing.Check(LaunchCombine(part, stream));
+    if (!crossing.Well()) return;
     crossing.Cross(
         chunk, crossing.Before(chunk), crossing.After(chunk),
         [&](int32_t i) { return leaving(i, chunk); },
@@ -193,13 +199,14 @@ std::string NodeCombine(const NodeRows& params, Wire& wire,
         });
   };
 
-  for (int64_t c = 0; c < ahead; ++c) send(c);
+  for (int64_t c = 0; c < ahead && crossing.Well(); ++c) send(c);
   CombineParams own = crossing.Own();
   for (int32_t i = 0; i < num_leaves; ++i) {
     own.leaves[i].out = crossing.Staging(i, 0);
   }
-  crossing.Check(LaunchCombine(own, stream));
-  for (int64_t c = ahead; c < count; ++c) send(c);
+  if (crossing.Well()) crossing.Check(LaunchCombine(own, stream));
+  for (int64_t c = ahead; c < count && crossing.Well(); ++c) send(c);
+  if (!crossing.Well()) return crossing.problem();
   // The wire's stream has it behind all others.
   crossing.Await(crossing.At(count - 1).place);
 

@@ -129,6 +129,11 @@ def unwrap_plan(plan):
     return jax.tree.map(lambda a: a[0], plan)
 
 
+def between_nodes():
+    """Whether this run cuts communicators into nodes."""
+    return oracle.NODE_SIZE is not None
+
+
 # What stands for each primitive in the programs of communicators with several nodes.
 _BETWEEN_NODES = {
     "ep_plan": "ep_node_exchange",
@@ -139,7 +144,7 @@ _BETWEEN_NODES = {
 
 def count_primitive(jaxpr, name):
     """How many equations named `name` a jaxpr holds, at any depth."""
-    if oracle.NODE_SIZE is not None:
+    if between_nodes():
         name = _BETWEEN_NODES.get(name, name)
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     total = 0
