@@ -176,7 +176,9 @@ class TwoHosts:
             "uid": os.getuid(),
         }
         peer_memory.why_not_cuda = lambda groups: None
-        peer_memory.why_not_between = lambda groups, near: near.agree("asked", None)
+        peer_memory.why_not_between = lambda groups, processes: processes.agree(
+            "asked", None
+        )
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
 
