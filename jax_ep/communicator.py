@@ -73,7 +73,9 @@ class Communicator:
             processes of the host: on CPUs threads of this process (default 2), on
             a GPU blocks of a kernel, at most num_sms (default: as many as
             staging_bytes has room for). Rows inside a process, and rows between
-            GPUs that store into each other's memory, need none.
+            GPUs that store into each other's memory, need none. Between nodes of
+            GPUs: how many chunks of rows have a place at a time, at most 8
+            (default 3); see docs/scaling.md.
           staging_bytes: memory through which staged rows come in, for all
             channels and peers together: of each process on CPUs, of each rank on
             GPUs; none where there is one process. Rows of any size and number go
@@ -223,25 +225,31 @@ class Communicator:
         assert self._peers is not None
         if self._links is not None:
             return None
-        links = bootstrap.Links()
-        hosts = self._peers.gather("hosts", _host(links))
-        if backend == "cuda":
-            names = topology.host_names(hosts)
-            if self._node_size is None:
-                self.node_size = topology.find_node_size(self._groups, names)
-            # What one host alone does stays in step: one circle of processes.
-            if len(set(names.values())) > 1:
-                self._near = self._processes(
-                    topology.connected(self._node_groups(), self._peers.me)
-                )
-        self._check_nodes()
-        assert self._near is not None
-        problem = links.connect(self._near, hosts)
-        if self._near is not self._peers:
-            problem = self._peers.agree("connections of nodes", problem)
-        if problem is None:
-            self._links = links
-        return problem
+        with contextlib.ExitStack() as stack:
+            links = stack.enter_context(contextlib.closing(bootstrap.Links()))
+            hosts = self._peers.gather("hosts", _host(links))
+            if backend == "cuda":
+                self._find_nodes(topology.host_names(hosts))
+            self._check_nodes()
+            assert self._near is not None
+            problem = links.connect(self._near, hosts)
+            if self._near is not self._peers:
+                problem = self._peers.agree("connections of nodes", problem)
+            if problem is None:
+                stack.pop_all()
+                self._links = links
+            return problem
+
+    def _find_nodes(self, hosts: dict[int, str]) -> None:
+        """Sets node_size, and who is near, from the processes' hosts."""
+        assert self._peers is not None
+        if self._node_size is None:
+            self.node_size = topology.find_node_size(self._groups, hosts)
+        # What one host alone does stays in step: one circle of processes.
+        if len(set(hosts.values())) > 1:
+            self._near = self._processes(
+                topology.connected(self._node_groups(), self._peers.me)
+            )
 
     def _processes(self, members: tuple[int, ...]) -> bootstrap.Processes:
         """Some of the processes, in another conversation."""

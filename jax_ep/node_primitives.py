@@ -152,8 +152,10 @@ def _lowering(in_steps, native):
 # as many chunks as are at least this large, but not into more than that.
 _MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 8
-# Chunks that have a place in staging memory, unless num_channels says so.
+# Chunks that have a place in staging memory, unless num_channels says so; and the
+# most of them: kMaxInFlight in cc/node_moves.h.
 _IN_FLIGHT = 3
+_MOST_IN_FLIGHT = 8
 _PLACES, _SENDS, _ARRIVALS = range(primitives.NUM_ROUTING, _NUM_ROUTING)
 
 
@@ -162,7 +164,7 @@ def chunks(comm: Communicator, block: int, row_bytes: int) -> tuple[int, int]:
     count = min(max(1, block * row_bytes // _MIN_CHUNK_BYTES), _MAX_CHUNKS, block)
     rows = -(-block // count)
     crossing = -(-block // rows) * (comm.num_nodes - 1)
-    return rows, min(comm._num_channels or _IN_FLIGHT, crossing, _MAX_CHUNKS)
+    return rows, min(comm._num_channels or _IN_FLIGHT, crossing, _MOST_IN_FLIGHT)
 
 
 def _native_rows(op: str, index: int):

@@ -230,8 +230,6 @@ NB_MODULE(_cuda, m) {
            nb::arg("allocated"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
         nb::arg("arguments"));
-  m.attr("oldest_nccl") = nccl::VersionName(nccl::kOldest);
-  m.attr("most_in_flight") = kMaxInFlight;
   m.def("nccl_version_name", &nccl::VersionName, nb::arg("version"));
   m.def("load_nccl", &LoadNccl, nb::arg("files"));
   m.def("new_rail", &NewRail);
