@@ -141,11 +141,16 @@ def test_a_layer_and_its_gradients_are_those_of_one_node(nodes, size):
 def test_what_does_not_cross_has_no_gradient():
     def body(comm, ids, x):
         plan = jax_ep.make_plan(ids, comm=comm, num_experts=4, node_capacity=2)
-        return jax.grad(lambda x: jax_ep.dispatch(x, plan).sum())(x)
+        gradient = jax.grad(lambda x: jax_ep.dispatch(x, plan).sum())(x)
+        ones = jnp.ones(ids.shape)
+        options = {"comm": comm, "num_experts": 4, "node_capacity": 2}
+        layer = jax_ep.moe(x, ids, ones, lambda rows, _: rows, **options)
+        return gradient, layer
 
     ids = np.full((4, 5, 1), 3, np.int32)
     with _on(2, 2) as comm:
-        gradient = harness.run(body, comm, ids, np.ones((4, 5, 3), np.float32))
+        gradient, layer = harness.run(body, comm, ids, np.ones((4, 5, 3), np.float32))
+    assert (layer == gradient).all()
     assert gradient[2:].tolist() == np.ones((2, 5, 3)).tolist()
     assert gradient[:2, :2].all() and not gradient[:2, 2:].any()
 
