@@ -84,6 +84,7 @@ __device__ int2 InRole(const DispatchParams& params, const Role& role,
 
 __device__ void ZeroEmptySlots(const DispatchParams& params, int64_t thread,
                                int64_t threads) {
+  if (params.keeps_empty) return;
   const int64_t filled = *params.num_recv;
   for (int32_t i = 0; i < params.num_leaves; ++i) {
     const Leaf& leaf = params.leaves[i];

@@ -62,6 +62,15 @@ struct RowParams {
   const int32_t* num_recv;  // []
   const int32_t* recv_src;  // [C]
   Leaf leaves[kMaxLeaves];
+  // An operation between nodes is several of these, each on some of the tokens
+  // (cc/node_moves.h). recv_src calls token t of rank r
+  // (first_source + r) * source_tokens + first_token + t; in the launch of a
+  // whole operation it is r * num_tokens + t, for which all of this is 0.
+  int32_t first_source = 0;
+  int64_t source_tokens = 0;
+  int64_t first_token = 0;
+  // dispatch: leaves slots that no row comes to as they are.
+  bool keeps_empty = false;
 };
 
 // Leaves [T, ...] -> [C, ...].

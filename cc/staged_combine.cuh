@@ -98,9 +98,9 @@ static __device__ void SendStaged(const CombineParams& params,
   if (has_flow) {
     mine = {};
     if (rings.Leads(team.thread)) {
-      const Range slots = SlotsOf(
-          params.recv_src, *params.num_recv, team.thread, params.num_tokens,
-          TokensOf(rings.control, rings.channel, params.num_tokens));
+      const Range slots =
+          SlotsOf(params, team.thread,
+                  TokensOf(rings.control, rings.channel, params.num_tokens));
       mine.first_slot = slots.begin;
       mine.rows = slots.end - slots.begin;
       mine.filled = LoadCounter(rings.Head(rings.rank(), team.thread));

@@ -51,8 +51,7 @@ static __device__ void ReceiveStaged(const DispatchParams& params,
   for (int32_t step = 1; step < rings.num_ranks(); ++step) {
     const int32_t peer = ReceivesFrom(rings, step);
     if (!rings.Leads(peer)) continue;
-    const Range slots = SlotsOf(params.recv_src, *params.num_recv, peer,
-                                params.num_tokens, tokens);
+    const Range slots = SlotsOf(params, peer, tokens);
     Consumer consumer(rings, team, peer);
     for (int32_t i = 0; i < params.num_leaves; ++i) {
       const Leaf& leaf = params.leaves[i];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -12,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import bootstrap, peer_memory, staging
+from jax_ep import bootstrap, node_wire, peer_memory, staging, topology
 
 _BACKENDS = ("cuda", "cpu", "xla")
+# kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
+_MAX_RANKS = 1024
 _next_id = 1
 _ids_lock = threading.Lock()
 
@@ -32,6 +35,9 @@ class Communicator:
       mesh: the jax.sharding.Mesh.
       axis_name: the axis whose devices are the ranks.
       num_ranks: R, the axis's size.
+      num_nodes: N. A node is ranks that reach each other's memory; rank =
+        node * node_size + local index there. Rows cross to a node once.
+      node_size: ranks of a node, R / N.
       backend: "cuda" (kernels that store straight into the peers' XLA
         buffers), "cpu" (native host code) or "xla" (plain JAX collectives,
         wherever JAX runs).
@@ -49,6 +55,7 @@ class Communicator:
         num_channels: int | None = None,
         staging_bytes: int = 16 << 20,
         timeout_s: float = 30.0,
+        node_size: int | None = None,
     ):
         """Creates the communicator.
 
@@ -66,7 +73,9 @@ class Communicator:
             processes of the host: on CPUs threads of this process (default 2), on
             a GPU blocks of a kernel, at most num_sms (default: as many as
             staging_bytes has room for). Rows inside a process, and rows between
-            GPUs that store into each other's memory, need none.
+            GPUs that store into each other's memory, need none. Between nodes of
+            GPUs: how many chunks of rows have a place at a time, at most 8
+            (default 3); see docs/scaling.md.
           staging_bytes: memory through which staged rows come in, for all
             channels and peers together: of each process on CPUs, of each rank on
             GPUs; none where there is one process. Rows of any size and number go
@@ -76,6 +85,9 @@ class Communicator:
             with a message and a trap, which also reaches the user as
             JaxRuntimeError. Set-up and close() wait as long for the other
             processes.
+          node_size: ranks of a node, for tests on one host and to cut nodes
+            smaller than they are. None: as set-up finds them: all ranks on
+            CPUs, the ranks of one host on GPUs. Backend "xla" has one node.
 
         Raises:
           TypeError, ValueError: a bad argument, or one that differs between
@@ -89,15 +101,22 @@ class Communicator:
         self._num_sms = num_sms
         self._num_channels = num_channels
         self._staging_bytes = staging_bytes
+        self._node_size = node_size
         self._check_arguments(backend)
         self.num_ranks = mesh.shape[axis_name]
+        self.node_size = node_size or self.num_ranks
         self._groups = _groups(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._pid = os.getpid()
         self._memory_bytes = 0
         self._exported: frozenset[int] = frozenset()
         self._links: bootstrap.Links | None = None
+        # Where there are several nodes: this rank's node and its rail.
+        self._node: topology.Part | None = None
+        self._rail: topology.Part | None = None
         self._peers = self._meet(backend)
+        # The processes that this one shares memory with.
+        self._near = self._peers
         try:
             release = self._set_up(backend)
         finally:
@@ -135,6 +154,7 @@ class Communicator:
                 stacklevel=3,
             )
         self.backend, self.id = "xla", self._agree_on_id()
+        self.node_size = self.num_ranks
         return lambda: None
 
     def _meet(self, backend: str | None) -> bootstrap.Processes | None:
@@ -170,6 +190,7 @@ class Communicator:
             "num_channels": self._num_channels,
             "staging_bytes": self._staging_bytes,
             "timeout_s": self.timeout_s,
+            "node_size": self._node_size,
         }
 
     def _why_not(self, backend: str) -> str | None:
@@ -185,34 +206,91 @@ class Communicator:
         else:
             problem = staging.why_not_host()
         if self._peers is None:
+            self._check_nodes()
             return problem
-        problem = self._peers.agree(f"backend {backend}", problem) or self._connect()
+        problem = self._peers.agree(f"backend {backend}", problem)
+        problem = problem or self._connect(backend)
         if problem is None and backend == "cuda":
-            problem = peer_memory.why_not_between(self._groups, self._peers)
+            assert self._near is not None
+            problem = peer_memory.why_not_between(self._node_groups(), self._near)
+            if self._near is not self._peers:
+                problem = self._peers.agree("peer access of nodes", problem)
         return problem
 
-    def _connect(self) -> str | None:
-        """Connects the processes; says which cannot reach each other."""
+    def _connect(self, backend: str) -> str | None:
+        """Finds the nodes and connects the processes that share memory.
+
+        Says which cannot reach each other.
+        """
         assert self._peers is not None
         if self._links is not None:
             return None
-        links = bootstrap.Links()
-        host = {**bootstrap.host_identity(), "address": links.address}
-        problem = links.connect(self._peers, self._peers.gather("hosts", host))
-        if problem is None:
-            self._links = links
-        return problem
+        with contextlib.ExitStack() as stack:
+            links = stack.enter_context(contextlib.closing(bootstrap.Links()))
+            hosts = self._peers.gather("hosts", _host(links))
+            if backend == "cuda":
+                self._find_nodes(topology.host_names(hosts))
+            self._check_nodes()
+            assert self._near is not None
+            problem = links.connect(self._near, hosts)
+            if self._near is not self._peers:
+                problem = self._peers.agree("connections of nodes", problem)
+            if problem is None:
+                stack.pop_all()
+                self._links = links
+            return problem
+
+    def _find_nodes(self, hosts: dict[int, str]) -> None:
+        """Sets node_size, and who is near, from the processes' hosts."""
+        assert self._peers is not None
+        if self._node_size is None:
+            self.node_size = topology.find_node_size(self._groups, hosts)
+        # What one host alone does stays in step: one circle of processes.
+        if len(set(hosts.values())) > 1:
+            self._near = self._processes(
+                topology.connected(self._node_groups(), self._peers.me)
+            )
+
+    def _processes(self, members: tuple[int, ...]) -> bootstrap.Processes:
+        """Some of the processes, in another conversation."""
+        assert self._peers is not None
+        names = {process: self._peers.name(process) for process in members}
+        return bootstrap.Processes(members, self._peers.me, self.timeout_s, names=names)
+
+    def _check_nodes(self) -> None:
+        where = "jax_ep.Communicator"
+        if self.node_size > peer_memory.MAX_RANKS:
+            if self.num_nodes == 1:
+                raise ValueError(
+                    f"{where}: axis {self.axis_name!r} must have at most "
+                    f"{peer_memory.MAX_RANKS} devices, found {self.num_ranks}"
+                )
+            raise ValueError(
+                f"{where}: a node must have at most {peer_memory.MAX_RANKS} ranks, "
+                f"found {self.node_size}; give a smaller node_size"
+            )
+        if self.num_nodes > peer_memory.MAX_RANKS:
+            raise ValueError(
+                f"{where}: there must be at most {peer_memory.MAX_RANKS} nodes, "
+                f"found {self.num_nodes} of {self.node_size} ranks"
+            )
+
+    def _node_groups(self) -> list[list[jax.Device]]:
+        return topology.node_groups(self._groups, self.node_size)
 
     def _agree_on_id(self) -> int:
-        """A number for the program, equal on all processes and new on each."""
+        """A number for the program, equal on all processes and new on each.
+
+        So is the one after it, which rails have.
+        """
         global _next_id
         with _ids_lock:
             mine = _next_id
             if self._peers is None:
-                _next_id = mine + 1
+                _next_id = mine + 2
                 return mine
             agreed = max(self._peers.gather("id", mine).values())
-            _next_id = agreed + 1
+            _next_id = agreed + 2
             return agreed
 
     def _set_up_native(self) -> Callable[[], Any]:
@@ -220,18 +298,89 @@ class Communicator:
             "timeout_s": self.timeout_s,
             "num_channels": self._num_channels,
             "staging_bytes": self._staging_bytes,
-            "processes": self._peers,
+            "processes": self._near,
             "links": self._links,
         }
-        if self.backend == "cpu":
-            host = staging.set_up_host(self.id, self._groups, **shared)
-            self._memory_bytes = host.memory_bytes
-            return host.release
-        gpus = peer_memory.set_up_cuda(
-            self.id, self._groups, num_sms=self._num_sms, **shared
+        with contextlib.ExitStack() as stack:
+            if self.num_nodes > 1:
+                self._node = self._part(self.id, self.node_size)
+                self._rail = self._part(self.id + 1, self.num_nodes)
+            if self.backend == "cpu":
+                scope = ", inside nodes: ranks are local" if self._node else ""
+                host = staging.set_up_host(
+                    self.id, self._node_groups(), scope=scope, **shared
+                )
+                stack.callback(host.release)
+                self._memory_bytes = host.memory_bytes
+                if self._rail is not None:
+                    host = self._set_up_host_rails(shared)
+                    stack.callback(host.release)
+                    self._memory_bytes += host.memory_bytes
+            else:
+                gpus = self._set_up_gpus(shared)
+                stack.callback(gpus.release)
+                self._memory_bytes = gpus.memory_bytes
+                self._exported = gpus.exported
+                if self._rail is not None:
+                    release = node_wire.set_up_wire(
+                        self._rail.id,
+                        topology.rail_groups(self._groups, self.node_size),
+                        node_size=self.node_size,
+                        timeout_s=self.timeout_s,
+                        processes=self._peers,
+                    )
+                    stack.callback(release)
+            return stack.pop_all().close
+
+    def _set_up_gpus(self, shared: dict[str, Any]) -> peer_memory.CudaMemory:
+        """Sets the nodes up; all of them can, or none is."""
+
+        def set_up() -> peer_memory.CudaMemory:
+            return peer_memory.set_up_cuda(
+                self.id, self._node_groups(), num_sms=self._num_sms, **shared
+            )
+
+        if self._near is self._peers:
+            return set_up()
+        assert self._peers is not None
+        gpus, problem = None, None
+        try:
+            gpus = set_up()
+        except peer_memory.CannotWork as error:
+            problem = str(error)
+        problem = self._peers.agree("GPUs of nodes", problem)
+        if problem is None:
+            assert gpus is not None
+            return gpus
+        if gpus is not None:
+            gpus.release()
+        raise peer_memory.CannotWork(problem)
+
+    def _set_up_host_rails(self, shared: dict[str, Any]) -> staging.HostStaging:
+        assert self._rail is not None
+        shared = shared | {"scope": ", between nodes: ranks are nodes"}
+        rails = topology.rail_groups(self._groups, self.node_size)
+        if self._peers is None:
+            return staging.set_up_host(self._rail.id, rails, **shared)
+        # Sockets of their own: those of nodes are watched for hang-ups already.
+        peers = self._processes(self._peers.members)
+        links = bootstrap.Links()
+        problem = links.connect(peers, peers.gather("hosts", _host(links)))
+        if problem is not None:
+            raise peer_memory.CannotWork(problem)
+        with contextlib.closing(links):
+            shared = shared | {"processes": peers, "links": links}
+            return staging.set_up_host(self._rail.id, rails, **shared)
+
+    def _part(self, identity: int, num_ranks: int) -> topology.Part:
+        return topology.Part(
+            identity,
+            self.backend,
+            self.mesh,
+            self.axis_name,
+            num_ranks,
+            self.processes,
         )
-        self._memory_bytes, self._exported = gpus.memory_bytes, gpus.exported
-        return gpus.release
 
     def _check_arguments(self, backend: str | None) -> None:
         where = "jax_ep.Communicator"
@@ -251,11 +400,12 @@ class Communicator:
                 f"{where}: backend must be one of {_BACKENDS} or None, found "
                 f"{backend!r}"
             )
-        if mesh.shape[axis_name] > peer_memory.MAX_RANKS:
+        if mesh.shape[axis_name] > _MAX_RANKS:
             raise ValueError(
-                f"{where}: axis {axis_name!r} must have at most "
-                f"{peer_memory.MAX_RANKS} devices, found {mesh.shape[axis_name]}"
+                f"{where}: axis {axis_name!r} must have at most {_MAX_RANKS} devices, "
+                f"found {mesh.shape[axis_name]}"
             )
+        topology.check_node_size(self._node_size, mesh.shape[axis_name])
         for name in ("num_sms", "num_channels"):
             value = getattr(self, f"_{name}")
             if value is not None and not _is_count(value):
@@ -274,6 +424,11 @@ class Communicator:
                 f"found {timeout_s!r}"
             )
         self.timeout_s = float(timeout_s)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, how many nodes each group has."""
+        return self.num_ranks // self.node_size
 
     @property
     def closed(self) -> bool:
@@ -313,30 +468,45 @@ class Communicator:
         """Who takes part and how bytes go, as a dict; `print(comm)` shows it.
 
         Returns:
-          "backend", "axis_name", "num_ranks", "closed"; "memory_bytes", what
-          this process holds for communication; and "groups", one dict for each
-          coordinate of the other mesh axes: "devices" (JAX's ids) and
+          "backend", "axis_name", "num_ranks", "num_nodes", "node_size", "closed";
+          "memory_bytes", what this process holds for communication; and "groups",
+          one dict for each coordinate of the other mesh axes: "devices" (JAX's ids) and
           "processes" by rank, and "paths", [rank][rank], how rows go from one to
           the other: "in-process" (straight from buffer to buffer on the host),
           "direct" (GPUs that store into each other's memory; buffers for which XLA
           takes more memory later are staged all the same), "staged" (through
-          memory that processes share) or "xla" (JAX's collectives).
+          memory that processes share), "wire" (to another node: over the wire to
+          the rank of the same local index there, from it inside the node) or "xla"
+          (JAX's collectives).
         """
         return {
             "backend": self.backend,
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
+            "num_nodes": self.num_nodes,
+            "node_size": self.node_size,
             "closed": self.closed,
             "memory_bytes": 0 if self.closed else self._memory_bytes,
             "groups": [
                 {
                     "devices": [device.id for device in devices],
                     "processes": [device.process_index for device in devices],
-                    "paths": [[self._path(a, b) for b in devices] for a in devices],
+                    "paths": self._paths(devices),
                 }
                 for devices in self._groups
             ],
         }
+
+    def _paths(self, devices: list[jax.Device]) -> list[list[str]]:
+        return [
+            [
+                self._path(a, b)
+                if i // self.node_size == j // self.node_size
+                else "wire"
+                for j, b in enumerate(devices)
+            ]
+            for i, a in enumerate(devices)
+        ]
 
     def _path(self, a: jax.Device, b: jax.Device) -> str:
         inside = a.process_index == b.process_index
@@ -348,9 +518,10 @@ class Communicator:
 
     def __str__(self) -> str:
         about = self.describe()
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         lines = [
             f"{self!r}",
-            f"  {self.num_ranks} ranks in {len(self.processes)} processes, "
+            f"  {self.num_ranks} ranks{nodes} in {len(self.processes)} processes, "
             f"{about['memory_bytes'] / 2**20:.1f} MiB held by this one",
         ]
         for number, group in enumerate(about["groups"]):
@@ -380,6 +551,11 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
+
+
+def _host(links: bootstrap.Links) -> dict[str, Any]:
+    """What the others need to connect to this process."""
+    return {**bootstrap.host_identity(), "address": links.address}
 
 
 def _is_count(value: Any) -> bool:

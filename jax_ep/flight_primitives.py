@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import primitives
+from jax_ep import node_primitives, primitives
 from jax_ep.primitive_rules import define, each_element, folded, zero_tangent
 from jax_ep.primitives import NUM_ROUTING
 
@@ -60,6 +60,10 @@ class _Operation:
 
 def start(op: str, leaves: Sequence[jax.Array], plan: Plan):
     """Binds ep_<op>_start: (arriving, departing, signal). No leaf is empty."""
+    if plan._crossing is not None:
+        # Between nodes the start does it all.
+        arrived = getattr(node_primitives, op)(leaves, plan)
+        return arrived, leaves, jnp.zeros_like(plan._routes, np.float32, ())
     routing, leaves = primitives.varying_operands(leaves, plan)
     outputs = _OPERATIONS[op].start().bind(*routing, *leaves, **primitives.sizes(plan))
     count = len(leaves)
@@ -74,6 +78,8 @@ def done(
     plan: Plan,
 ) -> list[jax.Array]:
     """Binds ep_<op>_done: the rows that have arrived."""
+    if plan._crossing is not None:
+        return list(arriving)
     routing, _ = primitives.varying_operands((), plan)
     operands = *routing, *arriving, *departing, signal
     return _OPERATIONS[op].done().bind(*operands, **primitives.sizes(plan))

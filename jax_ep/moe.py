@@ -27,6 +27,7 @@ def moe(
     capacity_factor: float | None = None,
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
+    node_capacity: int | None = None,
 ) -> Any:
     """A mixture-of-experts layer. Collective over `comm`'s axis.
 
@@ -57,6 +58,7 @@ def moe(
       capacity_factor: see `make_plan`.
       expert_alignment: see `make_plan`.
       expert_capacity: S, see `make_plan`.
+      node_capacity: see `make_plan`.
 
     Returns:
       [T, ...] for each array that expert_fn returned.
@@ -77,6 +79,7 @@ def moe(
         capacity_factor=capacity_factor,
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
+        node_capacity=node_capacity,
     )
     return moe_with_plan(x, topk_weights, expert_fn, plan)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import dtypes
 
-from jax_ep import checks, expert_primitives, fused_primitives, primitives
+from jax_ep import (
+    checks,
+    expert_primitives,
+    fused_primitives,
+    node_primitives,
+    primitives,
+)
 from jax_ep.plan import Plan
 from jax_ep.primitive_rules import SUMMABLE
 
@@ -50,7 +57,7 @@ def dispatch(tree: Any, plan: Plan) -> Any:
     Integer leaves have none.
     """
     leaves, treedef = _checked_leaves("dispatch", tree, plan)
-    rows = primitives.dispatch([_convert(x, _travels_as(x)) for x in leaves], plan)
+    rows = _moves(plan).dispatch([_convert(x, _travels_as(x)) for x in leaves], plan)
     return treedef.unflatten(
         [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
     )
@@ -87,7 +94,7 @@ def combine(tree: Any, plan: Plan) -> Any:
     leaves, treedef = _checked_leaves("combine", tree, plan)
     for leaf in leaves:
         _check_summable("combine", leaf)
-    return treedef.unflatten(primitives.combine(leaves, plan))
+    return treedef.unflatten(_moves(plan).combine(leaves, plan))
 
 
 def permute(tree: Any, plan: Plan) -> Any:
@@ -181,7 +188,11 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
 
 def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
     """(permute(dispatch(tree)), dispatch(others)), in one launch where that pays."""
-    if not isinstance(plan, Plan) or plan.comm.backend not in fused_primitives.BACKENDS:
+    if (
+        not isinstance(plan, Plan)
+        or plan.comm.backend not in fused_primitives.BACKENDS
+        or plan._crossing is not None
+    ):
         rows, received = dispatch((tree, others), plan)
         return permute(rows, plan), received
     leaves, treedef = _checked_leaves("dispatch", (tree, others), plan)
@@ -197,6 +208,11 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
             for row, x in zip((*grouped, *received), leaves, strict=True)
         ]
     )
+
+
+def _moves(plan: Plan) -> types.ModuleType:
+    """What moves the rows of `plan`: inside a node, or between nodes."""
+    return primitives if plan._crossing is None else node_primitives
 
 
 def _check_summable(op: str, leaf: jax.Array) -> None:

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, primitives
+from jax_ep import checks, node_plan, primitives
 from jax_ep.communicator import Communicator
 
 # kMaxTopK in cc/layout.h.
@@ -40,9 +40,13 @@ class Plan:
         that cannot hold them all, what fits of each group.
       expert_demand: i32[], expert rows that were wanted, pads included.
       expert_overflow: bool[], expert_demand > S: expert rows were dropped.
+      node_demand: i32[], the most rows that this rank had for one other node.
+      node_overflow: bool[], node_demand > node_capacity: rows were dropped before
+        they crossed, which no field of their receivers counts.
       comm: the Communicator that the plan belongs to.
       num_experts, num_tokens, top_k, capacity, expert_alignment: the sizes.
       expert_capacity: S, rows in the result of `permute`.
+      node_capacity: rows that a rank can send to another node.
     """
 
     num_recv: jax.Array
@@ -55,10 +59,13 @@ class Plan:
     group_sizes: jax.Array
     expert_demand: jax.Array
     expert_overflow: jax.Array
+    node_demand: jax.Array
+    node_overflow: jax.Array
     # i32[T, min(K, R), 2]: (rank, slot) of every row that this rank sends, in
     # rank order; (-1, -1) where there is none. The whole inverse map: combine
-    # exchanges no metadata.
+    # exchanges no metadata. With several nodes, of wire rows: see node_plan.py.
     _routes: jax.Array
+    _crossing: node_plan.Crossing | None
     comm: Communicator = dataclasses.field(metadata={"static": True})
     num_experts: int = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})
@@ -66,6 +73,7 @@ class Plan:
     capacity: int = dataclasses.field(metadata={"static": True})
     expert_alignment: int = dataclasses.field(metadata={"static": True})
     expert_capacity: int = dataclasses.field(metadata={"static": True})
+    node_capacity: int = dataclasses.field(metadata={"static": True})
 
 
 def make_plan(
@@ -77,6 +85,7 @@ def make_plan(
     capacity_factor: float | None = None,
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
+    node_capacity: int | None = None,
 ) -> Plan:
     """Decides who sends which row where. Collective over `comm`'s axis.
 
@@ -104,6 +113,11 @@ def make_plan(
         pads, where nothing can be dropped. Expert rows past S are dropped: they
         contribute 0 forward and backward, and `expert_demand` and
         `expert_overflow` tell.
+      node_capacity: >= 1, rows that a rank can send to one other node; buffers
+        between nodes are so large, and so much travels, whatever is in it.
+        Default T: nothing can be dropped. Rows past it, in the order of tokens,
+        are dropped at the sender: they contribute 0 forward and backward, and
+        `node_demand` and `node_overflow` tell. Without effect on one node.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -161,13 +175,25 @@ def make_plan(
             "jax_ep.make_plan: expert_capacity must be a multiple of "
             f"expert_alignment {expert_alignment}, found {expert_capacity}"
         )
-    arrays = primitives.plan(
-        _as_int32(topk_idx, num_experts),
-        comm=comm,
-        num_experts=num_experts,
-        capacity=capacity,
-        expert_alignment=expert_alignment,
-    )
+    node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
+    node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
+    node_capacity = min(node_capacity, max(1, num_tokens))
+    sizes = {
+        "comm": comm,
+        "num_experts": num_experts,
+        "capacity": capacity,
+        "expert_alignment": expert_alignment,
+    }
+    ids = _as_int32(topk_idx, num_experts)
+    # T is the same on all ranks; where it is 0 nobody has to ask.
+    if comm.num_nodes > 1 and num_tokens > 0:
+        arrays, crossing = node_plan.plan(ids, **sizes, node_capacity=node_capacity)
+    else:
+        arrays, crossing = primitives.plan(ids, **sizes), None
+        arrays |= {
+            "node_demand": jnp.zeros_like(arrays["num_recv"]),
+            "node_overflow": jnp.zeros_like(arrays["overflow"]),
+        }
     # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
     ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
     if expert_capacity < worst_case:
@@ -175,6 +201,7 @@ def make_plan(
         arrays["group_sizes"] = jnp.diff(fitting, prepend=0)
     return Plan(
         **arrays,
+        _crossing=crossing,
         expert_demand=ends[-1],
         expert_overflow=ends[-1] > expert_capacity,
         comm=comm,
@@ -184,6 +211,7 @@ def make_plan(
         capacity=capacity,
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
+        node_capacity=node_capacity,
     )
 
 

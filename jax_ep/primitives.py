@@ -92,10 +92,13 @@ def _bind_leaves(primitive, leaves, plan) -> list[jax.Array]:
 
 
 def varying_operands(
-    leaves: Sequence[jax.Array], plan: Plan
+    leaves: Sequence[jax.Array], plan: Plan, more: Sequence[jax.Array] = ()
 ) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
-    """The routing operands and `leaves`, varying over what they have to."""
-    routing = (plan._routes, plan.num_recv, plan.recv_src)
+    """The routing operands and `leaves`, varying over what they have to.
+
+    `more` are further routing operands.
+    """
+    routing = (plan._routes, plan.num_recv, plan.recv_src, *more)
     axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
@@ -145,13 +148,13 @@ def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
     ]
 
 
-def _rows_abstract_eval(rows_of: Callable[[dict], int]):
+def _rows_abstract_eval(rows_of: Callable[[dict], int], num_routing: int):
     def abstract_eval(*avals, **params):
         # Results vary as their leaf does: varying_operands made the leaf vary over
         # the routing's axes.
         return [
             leaf.update(shape=(rows_of(params), *leaf.shape[1:]), weak_type=False)
-            for leaf in avals[NUM_ROUTING:]
+            for leaf in avals[num_routing:]
         ]
 
     return abstract_eval
@@ -294,14 +297,14 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
 # Differentiation: leaves are linear, routing operands are integers -----------
 
 
-def _rows_jvp(primitive: Primitive, primals, tangents, **params):
+def _rows_jvp(primitive: Primitive, num_routing: int, primals, tangents, **params):
     outputs = primitive.bind(*primals, **params)
-    leaf_tangents = tangents[NUM_ROUTING:]
+    leaf_tangents = tangents[num_routing:]
     live = [i for i, t in enumerate(leaf_tangents) if type(t) is not ad.Zero]
     result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = primitive.bind(
-            *primals[:NUM_ROUTING], *(leaf_tangents[i] for i in live), **params
+            *primals[:num_routing], *(leaf_tangents[i] for i in live), **params
         )
         for i, tangent in zip(live, moved, strict=True):
             result[i] = tangent
@@ -318,8 +321,15 @@ def check_gradient(cotangent: jax.Array) -> None:
         )
 
 
-def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **params):
-    leaves = operands[NUM_ROUTING:]
+def _rows_transpose(
+    other: Callable[[], Primitive],
+    num_routing: int,
+    sums: bool,
+    cotangents,
+    *operands,
+    **params,
+):
+    leaves = operands[num_routing:]
     result: list[Any] = [
         ad.Zero(leaf.aval) if ad.is_undefined_primal(leaf) else None for leaf in leaves
     ]
@@ -329,28 +339,49 @@ def _rows_transpose(other: Callable[[], Primitive], cotangents, *operands, **par
         if ad.is_undefined_primal(leaf) and type(ct) is not ad.Zero
     ]
     if live:
-        to = other()
-        for i in live:
-            if to is combine_p:
+        if not sums:
+            for i in live:
                 check_gradient(cotangents[i])
-        moved = to.bind(
-            *operands[:NUM_ROUTING], *(cotangents[i] for i in live), **params
+        moved = other().bind(
+            *operands[:num_routing], *(cotangents[i] for i in live), **params
         )
         for i, cotangent in zip(live, moved, strict=True):
             result[i] = cotangent
-    return [None] * NUM_ROUTING + result
+    return [None] * num_routing + result
 
 
 # Definitions -----------------------------------------------------------------
 # Not cacheable: every call gets a channel of its own.
 
 
-def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
-    primitive = define(name, _rows_abstract_eval(rows_of), lowering, cacheable=False)
-    ad.primitive_jvps[primitive] = functools.partial(_rows_jvp, primitive)
-    ad.primitive_transposes[primitive] = functools.partial(_rows_transpose, other)
+def define_rows(
+    name: str,
+    rows_of: Callable[[dict], int],
+    lowering: Callable,
+    other: Callable[[], Primitive],
+    *,
+    num_routing: int = NUM_ROUTING,
+    sums: bool,
+) -> Primitive:
+    """A primitive that moves rows: linear in the leaves behind its routing.
+
+    Args:
+      name: what jaxprs show.
+      rows_of: rows of its results, from its parameters.
+      lowering: its rule for every platform.
+      other: its transpose, which takes the same routing and parameters.
+      num_routing: routing operands.
+      sums: whether it adds rows; if not, its transpose does.
+    """
+    primitive = define(
+        name, _rows_abstract_eval(rows_of, num_routing), lowering, cacheable=False
+    )
+    ad.primitive_jvps[primitive] = functools.partial(_rows_jvp, primitive, num_routing)
+    ad.primitive_transposes[primitive] = functools.partial(
+        _rows_transpose, other, num_routing, sums
+    )
     batching.primitive_batchers[primitive] = functools.partial(
-        batch_rows, primitive, NUM_ROUTING
+        batch_rows, primitive, num_routing
     )
     return primitive
 
@@ -358,9 +389,17 @@ def _define_rows(name: str, rows_of, lowering, other) -> Primitive:
 plan_p = define("ep_plan", _plan_abstract_eval, _plan_lowering, cacheable=False)
 ad.primitive_jvps[plan_p] = functools.partial(integers_jvp, plan_p)
 batching.primitive_batchers[plan_p] = functools.partial(each_element, plan_p)
-dispatch_p = _define_rows(
-    "ep_dispatch", lambda p: p["capacity"], _dispatch_lowering, lambda: combine_p
+dispatch_p = define_rows(
+    "ep_dispatch",
+    lambda p: p["capacity"],
+    _dispatch_lowering,
+    lambda: combine_p,
+    sums=False,
 )
-combine_p = _define_rows(
-    "ep_combine", lambda p: p["num_tokens"], _combine_lowering, lambda: dispatch_p
+combine_p = define_rows(
+    "ep_combine",
+    lambda p: p["num_tokens"],
+    _combine_lowering,
+    lambda: dispatch_p,
+    sums=True,
 )

@@ -48,8 +48,19 @@ def set_up_host(
     staging_bytes: int,
     processes: bootstrap.Processes | None,
     links: bootstrap.Links | None,
+    scope: str = "",
 ) -> HostStaging:
     """Registers the communicator; with other processes, shares memory with them.
+
+    Args:
+      identity: of the entry in the native registry.
+      groups: devices by [group][rank].
+      timeout_s: as for Communicator.
+      num_channels: as for Communicator.
+      staging_bytes: as for Communicator.
+      processes: who takes part, where there are several.
+      links: connects them.
+      scope: what ranks are in messages, where they are not the mesh axis's.
 
     Raises:
       ValueError: staging_bytes is too small.
@@ -94,6 +105,7 @@ def set_up_host(
             where,
             members.index(me),
             exchange,
+            scope,
         )
         if processes is not None:
             # Nobody begins before everybody can take part.

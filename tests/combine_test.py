@@ -156,7 +156,7 @@ def test_sums_are_float32_in_the_order_of_the_ranks(backend, dtype, big, small):
     y = np.array(columns, jnp.dtype(dtype)).T[:ranks, None]
     found, right = _combine(backend, ids, ranks, y, 1)
     payloads.assert_same_rows(found, right.combine(y), dtype)
-    if ranks == 4:
+    if ranks == 4 and oracle.node_size(4) == 4:
         assert found[-1, 0].tolist() == [0.0, 2 * small]
 
 

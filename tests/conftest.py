@@ -33,8 +33,18 @@ def pytest_addoption(parser):
         help="1 channel of 2 slots between processes (process_suite.py)",
     )
 
+    parser.addoption(
+        "--node-size",
+        type=int,
+        default=None,
+        help="ranks of a node: cuts communicators of native backends into nodes",
+    )
+
 
 def pytest_configure(config):
+    import oracle
+
+    oracle.NODE_SIZE = config.getoption("--node-size")
     if jax.distributed.is_initialized():
         # process_suite.py set JAX up; harness.py may only be imported then.
         import harness

@@ -16,6 +16,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "benchmarks/README.md",
     ROOT / "examples/README.md",
+    ROOT / "examples/multi_host/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 DIRECTORIES = "jax_ep|cc|xla_ffi|tests|examples|benchmarks|docs|requirements"
@@ -89,6 +90,13 @@ def test_paths_exist(path):
     named = {n for n in named if not n.startswith(("jax_ep/_host", "jax_ep/_cuda"))}
     gone = sorted(n for n in named if not any(ROOT.glob(n)))
     assert not gone
+
+
+def test_the_model_of_several_nodes_is_the_programs():
+    page = (ROOT / "docs/scaling.md").read_text()
+    table = page.partition("begin -->")[2].partition("<!--")[0].strip()
+    done = run_script(str(ROOT / "benchmarks/node_model.py"))
+    assert done.stdout.strip() == table
 
 
 # Messages. Both sides become patterns in which <> stands for what differs.

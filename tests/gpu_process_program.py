@@ -162,11 +162,11 @@ def stopped_and_closed(steps):
     fails(lambda: there_and_back(comm)(ids, x), "the communicator is closed")
 
 
-def memory(times=20):
+def memory(times=20, **options):
     """Memory of GPU and host, and open files, are back where they were."""
 
     def once():
-        with communicator(timeout_s=20.0):
+        with communicator(timeout_s=20.0, **options):
             pass
         jax.clear_caches()
         gc.collect()
@@ -208,6 +208,104 @@ def _used_bytes(device):
     with gpu_memory.Current(driver, context):
         free, total = gpu_memory.call(driver.cuMemGetInfo)
     return int(total) - int(free)
+
+
+# Several nodes
+
+
+def between_nodes(*, node_size, steps=300, beside=False):
+    """Exchanges with late ranks, and gradients; the routing differs in each step."""
+    comm = communicator(timeout_s=60.0, node_size=node_size)
+    say(comm)
+    ranks = comm.num_ranks
+    traffic = on_device.Traffic(ranks, 96, 4, 4 * ranks + 1, 520, capacity=70 * ranks)
+
+    def step(number):
+        i = number[0]
+        found = traffic.exchange(comm, i)
+        wrong = found.wrong.sum()
+        # Of x: how many ranks have a row of each token.
+        ids = (on_device.mix(i, lax.axis_index("ep"), jnp.arange(96)) % ranks).astype(
+            jnp.int32
+        )
+        plan = jax_ep.make_plan(ids[:, None], comm=comm, num_experts=ranks)
+        x = jnp.ones((96, 40), jnp.float32) * i
+        out, pull = jax.vjp(
+            lambda x: jax_ep.combine(3 * jax_ep.dispatch(x, plan), plan), x
+        )
+        wrong += on_device.wrong_rows(out, 3 * x)
+        wrong += on_device.wrong_rows(pull(x)[0], 3 * x)
+        if beside:
+            total = lax.psum(jnp.ones(1 << 16) * i, "ep")
+            wrong += (total != ranks * i).sum(dtype=jnp.int32)
+        return wrong[None]
+
+    program = on_ranks(comm, step)
+    total = 0
+    for number in range(steps):
+        if jax.process_index() == number % jax.process_count():
+            time.sleep(0.001 * (number * 7 % 5))
+        out = program(put(comm, np.full(ranks, number, np.int32)))
+        total += sum(int(np.asarray(s.data)[0]) for s in out.addressable_shards)
+    say("wrong", total)
+    comm.close()
+
+
+def large_blocks(*, node_size, tokens=1024, columns=8192, steps=5):
+    """Blocks that cross in several chunks: bfloat16 rows of 16 KiB."""
+    comm = communicator(timeout_s=60.0, node_size=node_size)
+    ranks = comm.num_ranks
+
+    def step(number):
+        rank = lax.axis_index("ep")
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        ids = jnp.stack([token % ranks, (token + number[0]) % ranks], axis=1)
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=ranks)
+        x = (token[:, None] * 7 + jnp.arange(columns) + rank * 31 + number[0]) % 128
+        x = x.astype(jnp.bfloat16)
+        rows = jax_ep.dispatch(x, plan)
+        slot = jnp.arange(plan.capacity)
+        source, token_there = jnp.divmod(plan.recv_src, tokens)
+        want = token_there[:, None] * 7 + jnp.arange(columns)
+        want = (want + source[:, None] * 31 + number[0]) % 128
+        want = jnp.where((slot < plan.num_recv)[:, None], want, 0)
+        wrong = on_device.wrong_rows(rows, want.astype(jnp.bfloat16))
+        destinations = jnp.where(ids[:, 0] == ids[:, 1], 1, 2)
+        back = jax_ep.combine(rows, plan)
+        return (
+            wrong
+            + on_device.wrong_rows(back, x * destinations[:, None].astype(x.dtype))
+        )[None]
+
+    program = on_ranks(comm, step)
+    total = 0
+    for number in range(steps):
+        out = program(put(comm, np.full(ranks, number, np.int32)))
+        total += sum(int(np.asarray(s.data)[0]) for s in out.addressable_shards)
+    say("wrong", total)
+    comm.close()
+
+
+def killed_in_another_node(*, node_size):
+    comm = communicator(timeout_s=5.0, node_size=node_size)
+    ids, x = inputs(comm, columns=1 << 12)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+
+        def again(_, x):
+            return jax_ep.dispatch(x, plan)[:TOKENS]
+
+        return lax.fori_loop(0, 10_000_000, again, x)
+
+    program = compile_together(comm, body, ids, x)
+    say("runs")
+    seconds = fails(lambda: program(ids, x))
+    assert seconds < 25
+    flush()
+    # Nobody's end is to be taken for the one that was killed.
+    time.sleep(max(0.0, 20 - seconds) + (jax.process_index() == 0))
+    leave()
 
 
 def killed_inside_a_dispatch():

@@ -36,7 +36,7 @@ ON_GPU = jax.default_backend() == "gpu"
 PROCESSES = jax.process_count()
 # What this machine runs; the names are Communicator's.
 BACKENDS = ("cuda", "xla") if ON_GPU else ("cpu", "xla")
-if PROCESSES > 1:
+if PROCESSES > 1 or oracle.NODE_SIZE is not None:
     BACKENDS = BACKENDS[:1]
 # Further arguments of every Communicator; conftest.py sets them.
 COMMUNICATOR_OPTIONS: dict[str, Any] = {}
@@ -51,6 +51,8 @@ PLAN_FIELDS = (
     "expert_counts",
     "group_sizes",
 )
+
+CROSSING_FIELDS = ("node_demand", "node_overflow")
 
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -103,12 +105,15 @@ def mesh(ranks: int) -> Mesh:
 
 def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
     """One communicator for each (backend, ranks), kept for all tests."""
-    return _communicator(mesh(ranks), backend)
+    return _communicator(mesh(ranks), backend, oracle.node_size(ranks))
 
 
 @functools.cache
-def _communicator(over: Mesh, backend: str) -> jax_ep.Communicator:
-    return jax_ep.Communicator(over, "ep", backend=backend, **COMMUNICATOR_OPTIONS)
+def _communicator(over: Mesh, backend: str, _: int) -> jax_ep.Communicator:
+    cut = oracle.cut(over.size, backend)
+    return jax_ep.Communicator(
+        over, "ep", backend=backend, **cut, **COMMUNICATOR_OPTIONS
+    )
 
 
 class Program:
@@ -286,6 +291,7 @@ class CaseResult:
       received: dispatch(x).
       y: what was combined, by leaf; NaN in rows that were never sent.
       combined: combine(y).
+      crossing: the plan's CROSSING_FIELDS, with several nodes.
     """
 
     right: oracle.Oracle
@@ -294,17 +300,25 @@ class CaseResult:
     received: dict[str, np.ndarray]
     y: dict[str, np.ndarray]
     combined: dict[str, np.ndarray]
+    crossing: dict[str, np.ndarray]
+
+
+def run_case(
+    case: cases.Case, backend: str, ranks: int, node_capacity: int | None = None
+) -> CaseResult:
+    """Runs plan, dispatch and combine of a case, once for all tests."""
+    return _run_case(case, backend, ranks, node_capacity, oracle.node_size(ranks))
 
 
 @functools.cache
-def run_case(case: cases.Case, backend: str, ranks: int) -> CaseResult:
-    """Runs plan, dispatch and combine of a case, once for all tests."""
+def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
     routing = case.routing(ranks)
     right = oracle.plan(
         routing.topk_idx,
         routing.num_experts,
         routing.capacity,
         routing.expert_alignment,
+        node_capacity,
     )
     tokens = routing.topk_idx.shape[1]
     x = {
@@ -323,9 +337,11 @@ def run_case(case: cases.Case, backend: str, ranks: int) -> CaseResult:
         routing.num_experts,
         routing.capacity,
         routing.expert_alignment,
+        node_capacity,
     )
     plan, received, combined = program(routing.topk_idx, x, y)
-    return CaseResult(right, plan, x, received, y, combined)
+    crossing = {name: plan.pop(name) for name in CROSSING_FIELDS if name in plan}
+    return CaseResult(right, plan, x, received, y, combined, crossing)
 
 
 @functools.cache
@@ -334,6 +350,7 @@ def case_program(
     num_experts: int,
     capacity: int,
     expert_alignment: int = 1,
+    node_capacity: int | None = None,
 ) -> Program:
     """(topk_idx, x, y) -> (plan fields, dispatch(x), combine(y))."""
 
@@ -344,9 +361,13 @@ def case_program(
             num_experts=num_experts,
             capacity=capacity,
             expert_alignment=expert_alignment,
+            node_capacity=node_capacity,
         )
+        fields = plan_fields(plan)
+        if comm.num_nodes > 1:
+            fields |= {name: getattr(plan, name) for name in CROSSING_FIELDS}
         return (
-            plan_fields(plan),
+            fields,
             jax_ep.dispatch(x, plan),
             jax_ep.combine(y, plan),
         )

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -37,7 +38,8 @@ def mesh(shape, axis_type=AxisType.Auto, devices=None):
 @functools.cache
 def communicator(mesh, axis_name, backend):
     """One communicator for each set of arguments, kept for all tests."""
-    return jax_ep.Communicator(mesh, axis_name, backend=backend)
+    cut = oracle.cut(mesh.shape[axis_name], backend)
+    return jax_ep.Communicator(mesh, axis_name, backend=backend, **cut)
 
 
 def kept_pairs(topk_idx, *, num_ranks, num_experts, capacity):
@@ -127,8 +129,23 @@ def unwrap_plan(plan):
     return jax.tree.map(lambda a: a[0], plan)
 
 
+def between_nodes():
+    """Whether this run cuts communicators into nodes."""
+    return oracle.NODE_SIZE is not None
+
+
+# What stands for each primitive in the programs of communicators with several nodes.
+_BETWEEN_NODES = {
+    "ep_plan": "ep_node_exchange",
+    "ep_dispatch": "ep_node_dispatch",
+    "ep_combine": "ep_node_combine",
+}
+
+
 def count_primitive(jaxpr, name):
     """How many equations named `name` a jaxpr holds, at any depth."""
+    if between_nodes():
+        name = _BETWEEN_NODES.get(name, name)
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     total = 0
     for eqn in jaxpr.eqns:

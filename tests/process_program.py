@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import signal
+import sys
 import time
 import warnings
 
@@ -18,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap
+from jax_ep import bootstrap, node_wire, peer_memory
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -136,6 +138,102 @@ def killed_between_calls():
     leave()
 
 
+def killed_in_another_node():
+    """Process 2 of 4, two nodes of two processes."""
+    comm = communicator(4.0, node_size=2)
+    ids, x = inputs(comm)
+    step = there_and_back(comm)
+    assert_right(step(ids, x), x)
+    if jax.process_index() == 2:
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if jax.process_index() == 1:
+        # Neither on its node nor on its rail: the others do not come.
+        seconds = fails(lambda: step(ids, x), "rank")
+    else:
+        seconds = fails(lambda: step(ids, x), "process 2", "has ended")
+    assert seconds < 9
+    # Nobody's end is to be taken for the one above.
+    time.sleep(10 - seconds + (jax.process_index() == 0))
+    leave()
+
+
+class TwoHosts:
+    """Makes set-up see GPUs on two hosts, half of the processes on each.
+
+    GPUs and NCCL are left out; what is said between processes is not.
+    """
+
+    def __init__(self, problems=()):
+        self.half = jax.process_count() // 2
+        self.problems = problems  # processes whose GPUs do not work
+        self.released = []
+        communicator_module = sys.modules["jax_ep.communicator"]
+        communicator_module._platforms = lambda groups: {"gpu"}
+        bootstrap.host_identity = lambda: {
+            "boot_id": f"boot-{jax.process_index() // self.half}",
+            "host": "cloned",
+            "uid": os.getuid(),
+        }
+        peer_memory.why_not_cuda = lambda groups: None
+        peer_memory.why_not_between = lambda groups, processes: processes.agree(
+            "asked", None
+        )
+        peer_memory.set_up_cuda = self.set_up_cuda
+        node_wire.set_up_wire = self.set_up_wire
+
+    def set_up_cuda(self, identity, groups, *, processes, links, **_):
+        self.nodes, self.near = groups, processes.members
+        assert set(links.sockets) == {p for p in self.near if p != processes.me}
+        problem = "broken" if processes.me in self.problems else None
+        problem = processes.agree("memory", problem)
+        if problem:
+            raise peer_memory.CannotWork(problem)
+        return peer_memory.CudaMemory(lambda: self.released.append("node"), 1)
+
+    def set_up_wire(self, identity, rails, *, node_size, timeout_s, processes):
+        self.rails, self.all = rails, processes.members
+        return lambda: self.released.append("rail")
+
+
+def two_hosts():
+    """Nodes are found, each host's processes meet apart, all get the same answer."""
+    hosts = TwoHosts()
+    me, count = jax.process_index(), jax.process_count()
+    half = count // 2
+    with communicator(backend="cuda") as comm:
+        assert (comm.num_nodes, comm.node_size) == (2, half), comm
+        mine = range(me // half * half, me // half * half + half)
+        assert hosts.near == tuple(mine), hosts.near
+        assert hosts.all == tuple(range(count))
+        ids = [[d.process_index for d in node] for node in hosts.nodes]
+        assert ids == [list(range(half)), list(range(half, count))]
+        ids = [[d.process_index for d in rail] for rail in hosts.rails]
+        assert ids == [[r, r + half] for r in range(half)]
+    assert hosts.released == ["rail", "node"]
+
+    # Interleaved: no two neighbours on one host.
+    devices = np.array(jax.devices()).reshape(2, -1).T.ravel()
+    over = jax.sharding.Mesh(devices, ("ep",))
+    with pytest.raises(ValueError, match="found 1 of cloned boot-0, 1 of cloned boot"):
+        jax_ep.Communicator(over, "ep", backend="cuda", timeout_s=20.0)
+
+    # Groups that stay on their hosts: one node each.
+    over = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, -1), ("data", "ep"))
+    with jax_ep.Communicator(over, "ep", backend="cuda", timeout_s=20.0) as comm:
+        assert (comm.num_nodes, comm.node_size) == (1, half)
+        assert hosts.near == tuple(mine), hosts.near
+    assert hosts.released == ["rail", "node", "node"]
+
+    TwoHosts(problems=(count - 1,))
+    with pytest.raises(RuntimeError, match=f"process {count - 1} .*: broken"):
+        communicator(backend="cuda")
+
+
+def random_delays_in_nodes(steps):
+    random_delays(steps, node_size=2)
+
+
 def killed_inside_a_dispatch():
     """A large one over tiny rings: the kill comes while rows are on their way."""
     comm = communicator(30.0, num_channels=1, staging_bytes=1 << 16)
@@ -192,9 +290,9 @@ def stopped_for_good():
     leave()
 
 
-def random_delays(steps):
+def random_delays(steps, **options):
     """One process comes late to every step, by another time."""
-    comm = communicator()
+    comm = communicator(**options)
     ids, x = inputs(comm)
     step = there_and_back(comm)
     delays = random.Random(0)

@@ -90,9 +90,9 @@ auto BindRows() {
       .RemainingRets();
 }
 
-// For handlers in other files: the operation of a site on a device, the state of
-// a new call site, and what the kernels get. Results after the leaves are not
-// looked at.
+// For handlers in other files: the operation of a site on a device, the state
+// of a new call site, and what the kernels get. Results after the leaves are
+// not looked at.
 xla::ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site,
                                          int32_t ordinal);
 xla::ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(

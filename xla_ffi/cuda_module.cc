@@ -4,24 +4,31 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cc/control_slots.h"
 #include "cc/layout.h"
+#include "cc/nccl.h"
+#include "cc/nccl_wire.h"
 #include "cc/peer_view.h"
 #include "cc/self_test.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
+#include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
 #include "xla_ffi/cuda_expert_handlers.h"
 #include "xla_ffi/cuda_flight_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/cuda_low_latency_handlers.h"
+#include "xla_ffi/cuda_node_handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -46,6 +53,9 @@ nb::dict Handlers() {
       Handler(EpInstantiate, EpLowLatencyDispatch);
   handlers["jax_ep_low_latency_combine"] =
       Handler(EpInstantiate, EpLowLatencyCombine);
+  handlers["jax_ep_node_dispatch"] = Handler(EpNodeInstantiate, EpNodeDispatch);
+  handlers["jax_ep_node_combine"] = Handler(EpNodeInstantiate, EpNodeCombine);
+  handlers["jax_ep_node_exchange"] = Handler(EpRailInstantiate, EpNodeExchange);
   handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
   handlers["jax_ep_permute"] = Handler(EpPermute);
   handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
@@ -59,6 +69,8 @@ nb::dict Types() {
   types["jax_ep_cuda_start_site"] =
       Type(&CudaStartSite::id, &kCudaStartSiteInfo);
   types["jax_ep_cuda_done_site"] = Type(&CudaDoneSite::id, &kCudaDoneSiteInfo);
+  types["jax_ep_cuda_node_site"] = Type(&CudaNodeSite::id, &kCudaNodeSiteInfo);
+  types["jax_ep_cuda_rail_site"] = Type(&CudaRailSite::id, &kCudaRailSiteInfo);
   return types;
 }
 
@@ -153,6 +165,46 @@ std::pair<int64_t, int64_t> StagingSize(int64_t staging_bytes,
           StagingLayout::MinBytes(num_channels, num_ranks)};
 }
 
+// (version, problem): NCCL's, or why there is none.
+std::pair<int, std::string> LoadNccl(const std::vector<std::string>& files) {
+  std::string problem;
+  const nccl::Functions* const nccl = nccl::Load(files, &problem);
+  int version = 0;
+  if (nccl != nullptr) nccl->get_version(&version);
+  return {version, problem};
+}
+
+// The name of a new rail; "" where NCCL cannot make one.
+nb::bytes NewRail() {
+  nccl::UniqueId id;
+  if (nccl::Loaded()->get_unique_id(&id) != nccl::kSuccess) {
+    return nb::bytes("", 0);
+  }
+  return nb::bytes(id.bytes, sizeof(id.bytes));
+}
+
+// (ordinal, rank, node, number of nodes, name of the rail)
+using RailPlace = std::tuple<int32_t, int32_t, int32_t, int32_t, nb::bytes>;
+
+// Blocks until every rank of the rails has come. What went wrong, else "".
+std::string ConnectRails(int64_t id, const std::vector<RailPlace>& from,
+                         double timeout_s) {
+  std::vector<WirePlace> places;
+  for (const auto& [ordinal, rank, node, num_nodes, name] : from) {
+    WirePlace place = {ordinal, rank, node, num_nodes, {}};
+    if (name.size() != sizeof(place.id.bytes)) {
+      throw std::invalid_argument("jax_ep: not the name of a rail");
+    }
+    std::memcpy(place.id.bytes, name.c_str(), sizeof(place.id.bytes));
+    places.push_back(place);
+  }
+  const nb::gil_scoped_release released;
+  auto rails = std::make_shared<NcclRails>();
+  const std::string problem = rails->Connect(places, timeout_s);
+  if (problem.empty()) Registry<NcclRails>::Get().Add(id, std::move(rails));
+  return problem;
+}
+
 NB_MODULE(_cuda, m) {
   m.def("ffi_version", &FfiVersion);
   m.def("handlers", &Handlers);
@@ -183,6 +235,15 @@ NB_MODULE(_cuda, m) {
            nb::arg("allocated"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
         nb::arg("arguments"));
+  m.def("nccl_version_name", &nccl::VersionName, nb::arg("version"));
+  m.def("load_nccl", &LoadNccl, nb::arg("files"));
+  m.def("new_rail", &NewRail);
+  m.def("connect_rails", &ConnectRails, nb::arg("id"), nb::arg("places"),
+        nb::arg("timeout_s"));
+  m.def(
+      "release_rails",
+      [](int64_t id) { Registry<NcclRails>::Get().Remove(id); },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "release_communicator",
       [](int64_t id) { Registry<CudaCommunicator>::Get().Remove(id); },

@@ -23,10 +23,11 @@ ffi::ErrorOr<std::unique_ptr<HostCallSite>> InstantiateHostCall(
     const char* op, ffi::Dictionary attributes) {
   const auto site = ReadSite<HostCommunicator>(attributes, "cpu");
   if (site.has_error()) return ffi::Unexpected(site.error());
-  return std::make_unique<HostCallSite>(
-      site->communicator,
-      std::string(op) + " (channel " + std::to_string(site->channel) + ")",
-      site->channel);
+  return std::make_unique<HostCallSite>(site->communicator,
+                                        std::string(op) + " (channel " +
+                                            std::to_string(site->channel) +
+                                            site->communicator->scope + ")",
+                                        site->channel);
 }
 
 ffi::Future Failed(const std::string& message) {

@@ -33,6 +33,8 @@ struct HostCommunicator {
 
   int num_ranks;
   double timeout_s;
+  // What ranks are in messages, where they are not those of the mesh axis.
+  std::string scope;
   std::map<int32_t, Place> places;  // by XLA's device ordinal
   // By group: its ranks in this process, and where all of them are.
   std::vector<std::vector<int>> local_ranks;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "cc/low_latency_layout.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/optional.h"
+#include "nanobind/stl/string.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 #include "xla_ffi/capsules.h"
@@ -79,10 +81,12 @@ void CreateCommunicator(
     int64_t id, const std::vector<std::tuple<int32_t, int, int>>& places,
     int num_ranks, double timeout_s,
     const std::vector<std::vector<int>>& processes, int me,
-    const std::optional<ExchangeArguments>& exchange) {
+    const std::optional<ExchangeArguments>& exchange,
+    const std::string& scope) {
   auto communicator = std::make_shared<HostCommunicator>();
   communicator->num_ranks = num_ranks;
   communicator->timeout_s = timeout_s;
+  communicator->scope = scope;
   communicator->process_id = getpid();
   for (const auto& [ordinal, group, rank] : places) {
     communicator->places[ordinal] = {group, rank};
@@ -122,7 +126,8 @@ NB_MODULE(_host, m) {
            nb::arg("num_channels"), nb::arg("memories"), nb::arg("sockets"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
         nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"),
-        nb::arg("processes"), nb::arg("me"), nb::arg("exchange").none());
+        nb::arg("processes"), nb::arg("me"), nb::arg("exchange").none(),
+        nb::arg("scope") = "");
   m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
         nb::arg("num_channels"), nb::arg("num_processes"));
   m.def("abandon_after_fork", &cpu::Exchange::AbandonAfterFork);

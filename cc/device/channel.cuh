@@ -36,6 +36,7 @@
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/layout.h"
+#include "cc/ops.h"
 
 namespace jax_ep {
 
@@ -392,14 +393,18 @@ __device__ void ReceiveRows(const RowCut& cut, int64_t rows, Consumer& consumer,
 }
 
 // The slots of a receive buffer that hold the rows of tokens [begin, end) of
-// rank `source`: recv_src grows up to `num_recv`. Called by whole warps or by
+// rank `source`: recv_src grows up to num_recv. Called by whole warps or by
 // threads alone; no barrier.
-static __device__ Range SlotsOf(const int32_t* recv_src, int32_t num_recv,
-                                int64_t source, int64_t num_tokens,
+static __device__ Range SlotsOf(const RowParams& params, int64_t source,
                                 Range tokens) {
+  const int32_t* const recv_src = params.recv_src;
+  const int64_t num_tokens =
+      params.source_tokens != 0 ? params.source_tokens : params.num_tokens;
+  const int64_t first =
+      (params.first_source + source) * num_tokens + params.first_token;
   const auto first_from = [&](int64_t key) {
     int32_t low = 0;
-    int32_t high = num_recv;
+    int32_t high = *params.num_recv;
     while (low < high) {
       const int32_t middle = low + (high - low) / 2;
       if (__ldg(recv_src + middle) < key) {
@@ -410,8 +415,7 @@ static __device__ Range SlotsOf(const int32_t* recv_src, int32_t num_recv,
     }
     return int64_t{low};
   };
-  return {first_from(source * num_tokens + tokens.begin),
-          first_from(source * num_tokens + tokens.end)};
+  return {first_from(first + tokens.begin), first_from(first + tokens.end)};
 }
 
 // Whose turn it is.

@@ -1,0 +1,115 @@
+"""Several nodes on the GPUs of one host: NCCL's sockets stand in for a network.
+
+What runs here is all of it but a network card. Crossed: four processes on two GPUs,
+node 0 on (GPU 0, GPU 1), node 1 on (GPU 1, GPU 0), so that each rail spans both GPUs,
+as NCCL wants it.
+"""
+
+import json
+import re
+import signal
+import time
+
+import launch
+import pytest
+from processes import run_script
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+
+# As between hosts: neither peer memory nor shared memory.
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+SMALL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
+GROWING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+APART = {"gpus": ("0", "1"), "variables": SMALL | SOCKETS}
+CROSSED = {"gpus": ("0", "1", "1", "0"), "variables": SMALL | SOCKETS}
+# Rows inside the nodes are staged, too: XLA's memory is not exported.
+CROSSED_STAGED = {"gpus": ("0", "1", "1", "0"), "variables": GROWING | SOCKETS}
+FILES = ("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py")
+
+
+def job(logs, name, *, gpus, variables, **options):
+    return launch.Job(
+        "gpu_process_program.py",
+        len(gpus),
+        logs,
+        gpus=gpus,
+        variables=variables,
+        arguments=(name, json.dumps(options)),
+    )
+
+
+def test_two_nodes_of_one_process():
+    """Every routing case, with both GPUs in one process."""
+    done = run_script(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--platform=cuda"),
+        *("--node-size=1", "-k", "oracles", *FILES),
+        timeout=550,
+        **SOCKETS,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("place", "size"),
+    [(APART, 1), (CROSSED, 2), (CROSSED_STAGED, 2)],
+    ids=["apart", "crossed", "crossed_staged"],
+)
+def test_every_case_between_processes(place, size, tmp_path):
+    arguments = ["-q", "--timeout=200", "-x", f"--node-size={size}", "-k", "oracles"]
+    with launch.Job(
+        "process_suite.py",
+        len(place["gpus"]),
+        tmp_path,
+        arguments=[*arguments, *FILES],
+        **place,
+    ) as suite:
+        logs = suite.wait(500)
+    counts = {re.search(r"(\d+) passed", log).group(1) for log in logs}
+    assert len(counts) == 1 and int(counts.pop()) > 30
+
+
+@pytest.mark.parametrize(
+    ("place", "size"),
+    [(APART, 1), (CROSSED, 2), (CROSSED_STAGED, 2)],
+    ids=["apart", "crossed", "crossed_staged"],
+)
+def test_300_steps_forward_and_backward(place, size, tmp_path):
+    """With delays, over changing routing; beside psum where NCCL allows it."""
+    with job(
+        tmp_path, "between_nodes", **place, node_size=size, beside=place is APART
+    ) as nodes:
+        for log in nodes.wait(500):
+            assert "wrong 0\n" in log, log
+
+
+def test_several_chunks(tmp_path):
+    """Blocks of 17 MB: four chunks, three in flight."""
+    with job(tmp_path, "large_blocks", **APART, node_size=1) as nodes:
+        for log in nodes.wait(300):
+            assert "wrong 0\n" in log, log
+
+
+def test_a_peer_node_is_killed(tmp_path):
+    with job(tmp_path, "killed_in_another_node", **CROSSED, node_size=2) as nodes:
+        for process in range(4):
+            nodes.wait_for(process, "runs", 200)
+        time.sleep(2)
+        nodes.send(2, signal.SIGKILL)
+        logs = nodes.wait(120, killed=[2])
+    for process in (0, 1, 3):
+        assert "FAILED after" in logs[process], logs
+    # Its rail has lost it; the others end because their node or rail has.
+    assert "the wire between nodes is given up" in logs[0], logs
+
+
+def test_lifetime(tmp_path):
+    """Communicators come and go, and give all memory back."""
+    with job(tmp_path, "memory", **APART, node_size=1) as nodes:
+        for log in nodes.wait(300):
+            print(log)
+            assert "END\n" in log, log
