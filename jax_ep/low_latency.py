@@ -70,7 +70,7 @@ class LowLatencyBuffer:
 
         Raises:
           TypeError, ValueError: a bad argument, one that differs between processes,
-            or a size that does not fit; the message names the largest max_tokens.
+            a communicator of several nodes, or a size that does not fit; the message names the largest max_tokens.
           RuntimeError: the communicator is closed; or a process did not come.
         """
         if not isinstance(comm, Communicator):
@@ -80,6 +80,12 @@ class LowLatencyBuffer:
             )
         name = "LowLatencyBuffer"
         checks.check_open(comm, name)
+        if comm.num_nodes > 1:
+            raise ValueError(
+                "jax_ep.LowLatencyBuffer: ranks must reach each other's memory, found "
+                f"{comm.num_nodes} nodes; between nodes take jax_ep.dispatch and "
+                "jax_ep.combine"
+            )
         self.comm = comm
         self.max_tokens = checks.check_integer(name, "max_tokens", max_tokens, 1)
         self.hidden = checks.check_integer(name, "hidden", hidden, 1)

@@ -257,6 +257,14 @@ def test_plain_jax_has_one_node():
     assert (comm.num_nodes, comm.node_size) == (1, 4)
 
 
+def test_low_latency_buffers_need_one_node():
+    with (
+        jax_ep.Communicator(harness.mesh(4), "ep", backend="cpu", node_size=2) as comm,
+        pytest.raises(ValueError, match="found 2 nodes"),
+    ):
+        jax_ep.LowLatencyBuffer(comm, max_tokens=4, hidden=8, num_experts=8)
+
+
 def test_two_groups_of_two_nodes():
     harness.mesh(8)
     mesh = jax.make_mesh((2, 4), ("data", "ep"), devices=jax.devices()[:8])
