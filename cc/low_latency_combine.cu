@@ -37,15 +37,11 @@ struct Launch {
   Divisor by_peers;  // num_ranks - 1
 };
 
-// Parts of rows that a warp has in flight: as they are; sums of this rank's
-// experts, and how many rows each of them; and those that it receives, with and
-// without such a sum.
+// Parts of rows that a warp has in flight: as they are, sending and receiving;
+// and rows of the sum over this rank's experts, one sum at a time.
 constexpr int kSending = 6;
-constexpr int kSummed = 2;
-constexpr int kSummedRows = 3;
 constexpr int kReceiving = 3;
-constexpr int kReceivingSums = 2;
-constexpr int kReceivingRows = 3;
+constexpr int kSummedRows = 6;
 
 template <typename T, bool kWide, bool kByExpert>
 struct Combiner {
@@ -151,8 +147,10 @@ struct Combiner {
   }
 
   // A part of the sum of the rows at the lanes' places, in their order.
-  template <int kRows>
   struct ExpertSum {
+    // By rank a rank's own row is all there is of it.
+    static constexpr int kRows = kByExpert ? kSummedRows : 1;
+
     Units rows[kRows];
     int32_t place;
     uint32_t to_load;
@@ -268,51 +266,40 @@ __device__ void Combiner<T, kWide, kByExpert>::SendByExpert() const {
   const auto weight_word = [&](const Item& item) {
     return window.Words(me, item.source) + item.token * top_k + lane;
   };
-  // Of the next items places and weights are looked at while these ones' rows
-  // are on their way.
-  int32_t places[kSummed];
-  uint64_t words[kSummed];
-  const auto look = [&](int32_t base) {
-#pragma unroll
-    for (int j = 0; j < kSummed; ++j) {
-      const int32_t i = base + j * count;
-      places[j] = -1;
-      if (i >= num_items || lane >= top_k) continue;
-      const Item item = PeersItem(i);
-      places[j] = PlaceOf(item.source, item.token);
-      words[j] = ptx::LoadRelaxedSys(weight_word(item));
-    }
+  // Of the next item places and weights are looked at while this one's rows are
+  // on their way.
+  int32_t place;
+  uint64_t word;
+  const auto look = [&](int32_t i) {
+    place = -1;
+    if (i >= num_items || lane >= top_k) return;
+    const Item item = PeersItem(i);
+    place = PlaceOf(item.source, item.token);
+    word = ptx::LoadRelaxedSys(weight_word(item));
   };
   look(index);
-  for (int32_t base = index; base < num_items; base += kSummed * count) {
-    ExpertSum<kSummedRows> sums[kSummed];
-    uint64_t looked[kSummed];
-#pragma unroll
-    for (int j = 0; j < kSummed; ++j) {
-      looked[j] = words[j];
-      sums[j].Begin(*this, places[j], PeersItem(base + j * count).first);
+  for (int32_t i = index; i < num_items; i += count) {
+    const Item item = PeersItem(i);
+    const uint64_t looked = word;
+    ExpertSum sum;
+    sum.Begin(*this, place, item.first);
+    look(i + count);
+    if (sum.empty()) continue;
+    float weight = 0;
+    if (sum.place >= 0) {
+      weight = __uint_as_float(WaitWord(window, weight_word(item), looked,
+                                        "the weights", item.source));
     }
-    look(base + kSummed * count);
-#pragma unroll
-    for (int j = 0; j < kSummed; ++j) {
-      if (sums[j].empty()) continue;
-      const Item item = PeersItem(base + j * count);
-      float weight = 0;
-      if (sums[j].place >= 0) {
-        weight = __uint_as_float(WaitWord(window, weight_word(item), looked[j],
-                                          "the weights", item.source));
-      }
-      __syncwarp();
-      Units units;
-      sums[j].End(*this, weight, item.first, units);
-      Push(item, units);
-    }
+    __syncwarp();
+    Units units;
+    sum.End(*this, weight, item.first, units);
+    Push(item, units);
   }
 }
 
 template <typename T, bool kWide, bool kByExpert>
 __device__ void Combiner<T, kWide, kByExpert>::Receive() const {
-  constexpr int kBatch = kByExpert ? kReceivingSums : kReceiving;
+  constexpr int kBatch = kByExpert ? 1 : kReceiving;
   const int32_t blocks = gridDim.x - launch.num_senders;
   const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
   const int32_t count = blocks * kWorkWarps;
@@ -339,8 +326,7 @@ __device__ void Combiner<T, kWide, kByExpert>::Receive() const {
       ranks[j] = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
     }
     float weights[kBatch];
-    // By rank this rank's own row is all that a sum needs.
-    ExpertSum<kByExpert ? kReceivingRows : 1> sums[kBatch];
+    ExpertSum sums[kBatch];
     Units words[kBatch];
     // At the row of the first peer of those that are left.
     const auto look = [&](int j, uint64_t rest) {
