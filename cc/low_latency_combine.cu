@@ -197,28 +197,32 @@ struct Combiner {
   __device__ void Receive() const;
 };
 
-// Each weight to the rank of its expert. One block for all: another may have to
-// wait for the multiprocessor of one that waits.
+// Begins; then sends each weight to the rank of its expert. One block for all:
+// another may have to wait for the multiprocessor of one that waits.
 template <typename T, bool kWide, bool kByExpert>
 __device__ void Combiner<T, kWide, kByExpert>::SendWeights() const {
   constexpr int kBatch = 4;
   const int32_t pairs = num_tokens * top_k;
-  for (int32_t base = threadIdx.x; base < pairs;
+  bool begun = false;
+  for (int32_t base = threadIdx.x; base < pairs || !begun;
        base += kBatch * kWorkThreads) {
-    int32_t ranks[kBatch];
+    int32_t ids[kBatch];
     float weights[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int32_t i = base + j * kWorkThreads;
-      ranks[j] = -1;
+      ids[j] = -1;
       if (i >= pairs) continue;
-      ranks[j] = experts.RankOf(__ldg(params.base.topk_idx + i));
+      ids[j] = __ldg(params.base.topk_idx + i);
       weights[j] = __ldg(params.topk_weights + i);
     }
+    if (!begun) HasEpoch(window);
+    begun = true;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (ranks[j] < 0 || ranks[j] == me) continue;
-      ptx::StoreRelaxedSys(window.Words(ranks[j], me) + base + j * kWorkThreads,
+      const int32_t rank = experts.RankOf(ids[j]);
+      if (rank < 0 || rank == me) continue;
+      ptx::StoreRelaxedSys(window.Words(rank, me) + base + j * kWorkThreads,
                            window.Word(__float_as_uint(weights[j])));
     }
   }
@@ -258,8 +262,11 @@ __device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
 // The sums over this rank's experts.
 template <typename T, bool kWide, bool kByExpert>
 __device__ void Combiner<T, kWide, kByExpert>::SendByExpert() const {
-  HasEpoch(window);
-  if (blockIdx.x == 0) SendWeights();
+  if (blockIdx.x == 0) {
+    SendWeights();
+  } else {
+    HasEpoch(window);
+  }
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;

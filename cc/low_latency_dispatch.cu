@@ -29,7 +29,7 @@ namespace {
 
 // Chunks that a warp has in flight: of plain rows that it sends, of those that
 // it copies while it counts, and of what it receives.
-constexpr int kSending = 7;
+constexpr int kSending = 6;
 constexpr int kCopying = 5;
 constexpr int kReceiving = 6;
 
@@ -88,10 +88,10 @@ struct Plain {
 template <bool kTwice>
 __device__ __forceinline__ float Quotient(float x, float scale,
                                           float reciprocal) {
-  // The remainder's sign is that which keeps a quotient of -0.
+  // This way round a quotient of -0 stays one.
   float q = x * reciprocal;
-  q = fmaf(-fmaf(q, scale, -x), reciprocal, q);
-  if (kTwice) q = fmaf(-fmaf(q, scale, -x), reciprocal, q);
+  q = fmaf(fmaf(q, scale, -x), -reciprocal, q);
+  if (kTwice) q = fmaf(fmaf(q, scale, -x), -reciprocal, q);
   return q;
 }
 
@@ -274,7 +274,13 @@ struct Dispatcher {
     }
   };
 
-  __device__ void SendSmall(int32_t thread, int32_t threads) const;
+  // An expert id and its weight.
+  struct Small {
+    uint32_t id;
+    uint32_t weight;
+  };
+  __device__ Small SmallOf(int32_t i) const;
+  __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
   __device__ void Send() const;
   __device__ void SendItem(const Item& item, uint64_t ranks,
                            const Units& units) const;
@@ -296,20 +302,29 @@ struct Dispatcher {
   __device__ void ReceiveByExpert() const;
 };
 
-// Ids and weights of all tokens to all peers.
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::SendSmall(
-    int32_t thread, int32_t threads) const {
+__device__ typename Dispatcher<Source, kByExpert>::Small
+Dispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
+  if (i >= num_tokens * top_k) return {};
+  return {static_cast<uint32_t>(__ldg(params.base.topk_idx + i)),
+          params.topk_weights == nullptr
+              ? 0
+              : __float_as_uint(__ldg(params.topk_weights + i))};
+}
+
+// Ids and weights of all tokens to all peers. `small` is the thread's first.
+template <typename Source, bool kByExpert>
+__device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
+                                                         int32_t threads,
+                                                         Small small) const {
   for (int32_t i = thread; i < num_tokens * top_k; i += threads) {
-    const auto id = static_cast<uint32_t>(__ldg(params.base.topk_idx + i));
-    const bool weighted = params.topk_weights != nullptr;
-    const uint32_t weight =
-        weighted ? __float_as_uint(__ldg(params.topk_weights + i)) : 0;
+    if (i != thread) small = SmallOf(i);
     for (int32_t p = 1; p < num_ranks; ++p) {
       const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
-      ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(id));
-      if (weighted) {
-        ptx::StoreRelaxedSys(window.Weights(peer, me) + i, window.Word(weight));
+      ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(small.id));
+      if (params.topk_weights != nullptr) {
+        ptx::StoreRelaxedSys(window.Weights(peer, me) + i,
+                             window.Word(small.weight));
       }
     }
   }
@@ -336,6 +351,9 @@ __device__ void Dispatcher<Source, kByExpert>::Send() const {
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items =
       kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
+  // What others wait for longest is asked for first.
+  const int32_t thread = index * kWarpSize + lane;
+  const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
   bool begun = false;
   for (int32_t base = index; base < num_items || !begun;
        base += kBatch * count) {
@@ -352,7 +370,7 @@ __device__ void Dispatcher<Source, kByExpert>::Send() const {
     // While the rows are on their way here.
     if (!begun) {
       HasEpoch(window);
-      SendSmall(index * kWarpSize + lane, count * kWarpSize);
+      SendSmall(thread, count * kWarpSize, small);
     }
     begun = true;
 #pragma unroll
@@ -745,7 +763,7 @@ int32_t KernelFor(const LowLatencyDispatchParams& params, bool wide) {
 // received once for every expert. Quantising takes longer than loading.
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
   if (params.base.by_expert) return params.quantize ? 10 : 6;
-  return params.quantize ? 22 : 20;
+  return 22;
 }
 
 }  // namespace
