@@ -37,14 +37,20 @@ struct Launch {
   Divisor by_peers;  // num_ranks - 1
 };
 
-template <typename T, typename Protocol, bool kWide>
+// Parts of rows that a warp has in flight: as they are, sending and receiving;
+// and rows of the sum over this rank's experts, one sum at a time.
+constexpr int kSending = 6;
+constexpr int kReceiving = 3;
+constexpr int kSummedRows = 6;
+
+template <typename T, bool kWide, bool kByExpert>
 struct Combiner {
+  using Protocol = Lines;
   using Row = Elements<T, uint4>;
-  using Units = uint4[Protocol::kPerLane];
 
   const Launch& launch;
   const LowLatencyCombineParams& params;
-  Window& window;
+  const Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -54,7 +60,7 @@ struct Combiner {
   int32_t warp;
   int32_t lane;
 
-  __device__ Combiner(const Launch& l, Window& w)
+  __device__ Combiner(const Launch& l, const Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -69,19 +75,19 @@ struct Combiner {
 
   // A running sum of the lane's units.
   struct Sum {
-    float at[Protocol::kPerLane][Row::kSize];
+    float at[kPerLane][Row::kSize];
 
     // Minus zero is the neutral element: a lone -0.0 stays what it is.
     __device__ __forceinline__ void Begin(bool empty) {
 #pragma unroll
-      for (int i = 0; i < Protocol::kPerLane; ++i) {
+      for (int i = 0; i < kPerLane; ++i) {
 #pragma unroll
         for (int e = 0; e < Row::kSize; ++e) at[i][e] = empty ? 0.f : -0.f;
       }
     }
     __device__ __forceinline__ void Add(const Units& units) {
 #pragma unroll
-      for (int i = 0; i < Protocol::kPerLane; ++i) {
+      for (int i = 0; i < kPerLane; ++i) {
         const Row row = Row::From(units[i]);
 #pragma unroll
         for (int e = 0; e < Row::kSize; ++e) at[i][e] += Widen(row.at[e]);
@@ -89,7 +95,7 @@ struct Combiner {
     }
     __device__ __forceinline__ void AddTimes(float weight, const Units& units) {
 #pragma unroll
-      for (int i = 0; i < Protocol::kPerLane; ++i) {
+      for (int i = 0; i < kPerLane; ++i) {
         const Row row = Row::From(units[i]);
 #pragma unroll
         for (int e = 0; e < Row::kSize; ++e) {
@@ -99,7 +105,7 @@ struct Combiner {
     }
     __device__ __forceinline__ void Round(Units& units) const {
 #pragma unroll
-      for (int i = 0; i < Protocol::kPerLane; ++i) {
+      for (int i = 0; i < kPerLane; ++i) {
         Row row;
 #pragma unroll
         for (int e = 0; e < Row::kSize; ++e) row.at[e] = Narrow<T>(at[i][e]);
@@ -136,106 +142,116 @@ struct Combiner {
     return {source, token, chunk, chunk * Protocol::kUnits};
   }
   __device__ void Push(const Item& item, const Units& units) const {
-    Protocol::Store(window.Chunk(item.source, me, item.token, item.chunk),
-                    units, num_units - item.first, window.epoch);
+    StoreChunk<Protocol>(window.Chunk(item.source, me, item.token, item.chunk),
+                         units, num_units - item.first, window.epoch);
   }
 
+  // A part of the sum of the rows at the lanes' places, in their order.
+  struct ExpertSum {
+    // By rank a rank's own row is all there is of it.
+    static constexpr int kRows = kByExpert ? kSummedRows : 1;
+
+    Units rows[kRows];
+    int32_t place;
+    uint32_t to_load;
+    uint32_t to_add;
+
+    __device__ __forceinline__ void Load(const Combiner& combiner,
+                                         int32_t first, Units& row) {
+      if (to_load == 0) return;
+      combiner.LoadY(__shfl_sync(kAllLanes, place, __ffs(to_load) - 1), first,
+                     row);
+      to_load &= to_load - 1;
+    }
+    // Asks for the first rows.
+    __device__ __forceinline__ void Begin(const Combiner& combiner,
+                                          int32_t lane_place, int32_t first) {
+      place = lane_place;
+      to_load = to_add = __ballot_sync(kAllLanes, place >= 0);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) Load(combiner, first, rows[j]);
+    }
+    __device__ __forceinline__ bool empty() const { return to_add == 0; }
+    // `weight` is that of the lane's place. Some place is >= 0.
+    __device__ __forceinline__ void End(const Combiner& combiner, float weight,
+                                        int32_t first, Units& units) {
+      Sum sum;
+      sum.Begin(false);
+      while (to_add != 0) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          if (to_add == 0) break;
+          sum.AddTimes(__shfl_sync(kAllLanes, weight, __ffs(to_add) - 1),
+                       rows[j]);
+          to_add &= to_add - 1;
+          Load(combiner, first, rows[j]);
+        }
+      }
+      sum.Round(units);
+    }
+  };
+
   __device__ void SendWeights() const;
-  template <typename WeightOf>
-  __device__ void SumExperts(int32_t place, int32_t first,
-                             const WeightOf& weight_of, Units& units) const;
   __device__ void SendByRank() const;
   __device__ void SendByExpert() const;
   __device__ void Receive() const;
 };
 
-// Each weight to the rank of its expert. One block for all: another may have to
-// wait for the multiprocessor of one that waits.
-template <typename T, typename Protocol, bool kWide>
-__device__ void Combiner<T, Protocol, kWide>::SendWeights() const {
+// Begins; then sends each weight to the rank of its expert. One block for all:
+// another may have to wait for the multiprocessor of one that waits.
+template <typename T, bool kWide, bool kByExpert>
+__device__ void Combiner<T, kWide, kByExpert>::SendWeights() const {
   constexpr int kBatch = 4;
   const int32_t pairs = num_tokens * top_k;
-  for (int32_t base = threadIdx.x; base < pairs;
+  bool begun = false;
+  for (int32_t base = threadIdx.x; base < pairs || !begun;
        base += kBatch * kWorkThreads) {
-    int32_t ranks[kBatch];
+    int32_t ids[kBatch];
     float weights[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int32_t i = base + j * kWorkThreads;
-      ranks[j] = -1;
+      ids[j] = -1;
       if (i >= pairs) continue;
-      ranks[j] = experts.RankOf(__ldg(params.base.topk_idx + i));
+      ids[j] = __ldg(params.base.topk_idx + i);
       weights[j] = __ldg(params.topk_weights + i);
     }
+    if (!begun) HasEpoch(window);
+    begun = true;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (ranks[j] < 0 || ranks[j] == me) continue;
-      ptx::StoreRelaxedSys(window.Words(ranks[j], me) + base + j * kWorkThreads,
+      const int32_t rank = experts.RankOf(ids[j]);
+      if (rank < 0 || rank == me) continue;
+      ptx::StoreRelaxedSys(window.Words(rank, me) + base + j * kWorkThreads,
                            window.Word(__float_as_uint(weights[j])));
     }
   }
 }
 
-// The weighted sum of the rows at the lanes' places, in their order; some place
-// is >= 0. weight_of() is a lane's weight, and is called when rows are on their
-// way.
-template <typename T, typename Protocol, bool kWide>
-template <typename WeightOf>
-__device__ __forceinline__ void Combiner<T, Protocol, kWide>::SumExperts(
-    int32_t place, int32_t first, const WeightOf& weight_of,
-    Units& units) const {
-  // More would not fit the registers.
-  constexpr int kInFlight = Protocol::kPerLane > 3 ? 2 : 3;
-  Units rows[kInFlight];
-  uint32_t to_load = __ballot_sync(kAllLanes, place >= 0);
-  uint32_t to_add = to_load;
-  const auto load = [&](Units& row) {
-    if (to_load == 0) return;
-    LoadY(__shfl_sync(kAllLanes, place, __ffs(to_load) - 1), first, row);
-    to_load &= to_load - 1;
-  };
-#pragma unroll
-  for (int j = 0; j < kInFlight; ++j) load(rows[j]);
-  const float weight = weight_of();
-  Sum sum;
-  sum.Begin(false);
-  while (to_add != 0) {
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (to_add == 0) break;
-      sum.AddTimes(__shfl_sync(kAllLanes, weight, __ffs(to_add) - 1), rows[j]);
-      to_add &= to_add - 1;
-      load(rows[j]);
-    }
-  }
-  sum.Round(units);
-}
-
 // Rows of the peers' tokens as they are.
-template <typename T, typename Protocol, bool kWide>
-__device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
-  constexpr int kInFlight = 4;
+template <typename T, bool kWide, bool kByExpert>
+__device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
   bool begun = false;
   for (int32_t base = index; base < num_items || !begun;
-       base += kInFlight * count) {
-    Units units[kInFlight];
-    int32_t places[kInFlight];
+       base += kSending * count) {
+    Units units[kSending];
+    int32_t places[kSending];
     // All that may have come: whether a row did is known when it is here.
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
+    for (int j = 0; j < kSending; ++j) {
       if (base + j * count >= num_items) continue;
       const Item item = PeersItem(base + j * count);
       places[j] = PlaceOf(item.source, item.token);
       LoadY(item.source * params.base.stride + item.token, item.first,
             units[j]);
     }
-    if (!begun) window.Begin();
+    if (!begun) HasEpoch(window);
     begun = true;
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
+    for (int j = 0; j < kSending; ++j) {
       if (base + j * count >= num_items) continue;
       if (!__any_sync(kAllLanes, places[j] >= 0)) continue;
       Push(PeersItem(base + j * count), units[j]);
@@ -244,8 +260,13 @@ __device__ void Combiner<T, Protocol, kWide>::SendByRank() const {
 }
 
 // The sums over this rank's experts.
-template <typename T, typename Protocol, bool kWide>
-__device__ void Combiner<T, Protocol, kWide>::SendByExpert() const {
+template <typename T, bool kWide, bool kByExpert>
+__device__ void Combiner<T, kWide, kByExpert>::SendByExpert() const {
+  if (blockIdx.x == 0) {
+    SendWeights();
+  } else {
+    HasEpoch(window);
+  }
   const int32_t count = launch.num_senders * kWorkWarps;
   const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
@@ -254,147 +275,155 @@ __device__ void Combiner<T, Protocol, kWide>::SendByExpert() const {
   };
   // Of the next item places and weights are looked at while this one's rows are
   // on their way.
-  int32_t next_place = -1;
-  uint64_t next_word = 0;
-  const auto look_at_places = [&](int32_t i) {
-    next_place = -1;
-    if (i >= num_items) return;
-    const Item item = PeersItem(i);
-    next_place = PlaceOf(item.source, item.token);
-  };
-  const auto look_at_weights = [&](int32_t i) {
+  int32_t place;
+  uint64_t word;
+  const auto look = [&](int32_t i) {
+    place = -1;
     if (i >= num_items || lane >= top_k) return;
-    next_word = ptx::LoadRelaxedSys(weight_word(PeersItem(i)));
-  };
-  look_at_places(index);
-  window.Begin();
-  if (blockIdx.x == 0) SendWeights();
-  look_at_weights(index);
-  for (int32_t i = index; i < num_items; i += count) {
-    const int32_t place = next_place;
-    const uint64_t word = next_word;
-    look_at_places(i + count);
-    look_at_weights(i + count);
-    if (!__any_sync(kAllLanes, place >= 0)) continue;
     const Item item = PeersItem(i);
+    place = PlaceOf(item.source, item.token);
+    word = ptx::LoadRelaxedSys(weight_word(item));
+  };
+  look(index);
+  for (int32_t i = index; i < num_items; i += count) {
+    const Item item = PeersItem(i);
+    const uint64_t looked = word;
+    ExpertSum sum;
+    sum.Begin(*this, place, item.first);
+    look(i + count);
+    if (sum.empty()) continue;
+    float weight = 0;
+    if (sum.place >= 0) {
+      weight = __uint_as_float(WaitWord(window, weight_word(item), looked,
+                                        "the weights", item.source));
+    }
+    __syncwarp();
     Units units;
-    SumExperts(
-        place, item.first,
-        [&] {
-          float weight = 0;
-          if (place >= 0) {
-            weight = __uint_as_float(WaitWord(window, weight_word(item), word,
-                                              "the weights", item.source));
-          }
-          __syncwarp();
-          return weight;
-        },
-        units);
+    sum.End(*this, weight, item.first, units);
     Push(item, units);
   }
 }
 
-template <typename T, typename Protocol, bool kWide>
-__device__ void Combiner<T, Protocol, kWide>::Receive() const {
+template <typename T, bool kWide, bool kByExpert>
+__device__ void Combiner<T, kWide, kByExpert>::Receive() const {
+  constexpr int kBatch = kByExpert ? 1 : kReceiving;
   const int32_t blocks = gridDim.x - launch.num_senders;
   const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
   const int32_t count = blocks * kWorkWarps;
   const int32_t num_items = num_tokens * launch.num_chunks;
-  const bool by_expert = params.base.by_expert;
-  // Of the next item, while this one's rows are on their way.
-  int32_t next_id = -1, next_place = -1;
-  float next_weight = 0;
-  const auto look_ahead = [&](int32_t i) {
-    if (i >= num_items || lane >= top_k) return;
-    const int32_t token = launch.by_chunks.Divide(i);
-    next_id = __ldg(params.base.topk_idx + token * top_k + lane);
-    if (!by_expert) return;
-    next_place = PlaceOf(me, token);
-    next_weight = __ldg(params.topk_weights + token * top_k + lane);
+  // Of the next items, while these ones' rows are on their way.
+  int32_t ids[kBatch], places[kBatch];
+  const auto look_ahead = [&](int32_t base) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      ids[j] = places[j] = -1;
+      if (i >= num_items || lane >= top_k) continue;
+      const int32_t token = launch.by_chunks.Divide(i);
+      ids[j] = __ldg(params.base.topk_idx + token * top_k + lane);
+      if constexpr (kByExpert) places[j] = PlaceOf(me, token);
+    }
   };
   look_ahead(index);
-  window.Begin();
-  for (int32_t i = index; i < num_items; i += count) {
-    const int32_t token = launch.by_chunks.Divide(i);
-    const int32_t chunk = i - token * launch.num_chunks;
-    const int32_t first = chunk * Protocol::kUnits;
-    const int32_t left = num_units - first;
-    const int32_t place = next_place;
-    const float weight = next_weight;
-    const uint64_t ranks = RanksOfWarp(experts.RankOf(next_id), num_ranks);
-    look_ahead(i + count);
-    uint64_t peers = ranks & ~(uint64_t{1} << me);
-    // A look at the first peer's rows while this rank's own are summed.
-    uint4 words[kChunkWords];
-    const auto look = [&] {
-      if (peers == 0) return;
-      const int32_t peer = __ffsll(static_cast<long long>(peers)) - 1;
-      LookAt<Protocol>(window.Chunk(me, peer, token, chunk), left, words);
+  HasEpoch(window);
+  for (int32_t base = index; base < num_items; base += kBatch * count) {
+    uint64_t ranks[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      ranks[j] = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+    }
+    float weights[kBatch];
+    ExpertSum sums[kBatch];
+    Units words[kBatch];
+    // At the row of the first peer of those that are left.
+    const auto look = [&](int j, uint64_t rest) {
+      rest &= ~(uint64_t{1} << me);
+      if (rest == 0) return;
+      const int32_t i = base + j * count;
+      const int32_t peer = __ffsll(static_cast<long long>(rest)) - 1;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t chunk = i - token * launch.num_chunks;
+      LookAt<Protocol>(window.Chunk(me, peer, token, chunk),
+                       num_units - chunk * Protocol::kUnits, words[j]);
     };
-    look();
-    Units own;
-    if (ranks >> me & 1) {
-      if (by_expert) {
-        SumExperts(place, first, [&] { return weight; }, own);
-      } else {
-        LoadY(me * params.base.stride + token, first, own);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t first = (i - token * launch.num_chunks) * Protocol::kUnits;
+      look(j, ranks[j]);
+      if constexpr (kByExpert) {
+        sums[j].Begin(*this, places[j], first);
+        weights[j] = places[j] < 0
+                         ? 0
+                         : __ldg(params.topk_weights + token * top_k + lane);
+      } else if (ranks[j] >> me & 1) {
+        LoadY(me * params.base.stride + token, first, sums[j].rows[0]);
       }
     }
-    Sum sum;
-    sum.Begin(ranks == 0);
-    for (uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
-      const int32_t rank = __ffsll(static_cast<long long>(rest)) - 1;
-      if (rank == me) {
-        sum.Add(own);
-        continue;
+    look_ahead(base + kBatch * count);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      if (i >= num_items) continue;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t chunk = i - token * launch.num_chunks;
+      const int32_t first = chunk * Protocol::kUnits;
+      const int32_t left = num_units - first;
+      if (kByExpert && (ranks[j] >> me & 1)) {
+        sums[j].End(*this, weights[j], first, sums[j].rows[0]);
+      }
+      Sum sum;
+      sum.Begin(ranks[j] == 0);
+      for (uint64_t rest = ranks[j]; rest != 0; rest &= rest - 1) {
+        const int32_t rank = __ffsll(static_cast<long long>(rest)) - 1;
+        if (rank == me) {
+          sum.Add(sums[j].rows[0]);
+          continue;
+        }
+        Units units;
+        WaitChunk<Protocol>(window, window.Chunk(me, rank, token, chunk), left,
+                            rank, words[j], units);
+        look(j, rest & (rest - 1));
+        sum.Add(units);
       }
       Units units;
-      WaitChunk<Protocol>(window, window.Chunk(me, rank, token, chunk), left,
-                          rank, words, units);
-      peers &= peers - 1;
-      look();
-      sum.Add(units);
+      sum.Round(units);
+      StoreRow<Protocol, kWide>(params.out + int64_t{token} * launch.row_bytes,
+                                first, left, launch.row_bytes, units);
     }
-    Units units;
-    sum.Round(units);
-    StoreRow<Protocol, kWide>(params.out + int64_t{token} * launch.row_bytes,
-                              first, left, launch.row_bytes, units);
   }
 }
 
-template <typename T, typename Protocol, bool kWide>
+template <typename T, bool kWide, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, "low_latency_combine",
-                WindowKind::kCombine);
+  const Window window(launch.params.base, "low_latency_combine",
+                      WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }
-  const Combiner<T, Protocol, kWide> combiner(launch, window);
-  if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
-    if (window.num_ranks() == 1) {
-      window.Begin();  // and nobody is there
-    } else if (launch.params.base.by_expert) {
-      combiner.SendByExpert();
-    } else {
-      combiner.SendByRank();
-    }
-  } else {
+  const Combiner<T, kWide, kByExpert> combiner(launch, window);
+  if (static_cast<int32_t>(blockIdx.x) >= launch.num_senders) {
     combiner.Receive();
+  } else if constexpr (kByExpert) {
+    combiner.SendByExpert();
+  } else {
+    combiner.SendByRank();
   }
   WarpDone(window);
 }
 
 using Kernel = void (*)(Launch);
 
-// The kernels by number: four for each element.
+// The kernels by number: two for each layout, two of those for each element.
 constexpr Kernel kKernels[] = {
-    &CombineKernel<Bf16, Words, false>,  &CombineKernel<Bf16, Words, true>,
-    &CombineKernel<Bf16, Lines, false>,  &CombineKernel<Bf16, Lines, true>,
-    &CombineKernel<F16, Words, false>,   &CombineKernel<F16, Words, true>,
-    &CombineKernel<F16, Lines, false>,   &CombineKernel<F16, Lines, true>,
-    &CombineKernel<float, Words, false>, &CombineKernel<float, Words, true>,
-    &CombineKernel<float, Lines, false>, &CombineKernel<float, Lines, true>,
+    &CombineKernel<Bf16, false, false>,  &CombineKernel<Bf16, true, false>,
+    &CombineKernel<Bf16, false, true>,   &CombineKernel<Bf16, true, true>,
+    &CombineKernel<F16, false, false>,   &CombineKernel<F16, true, false>,
+    &CombineKernel<F16, false, true>,    &CombineKernel<F16, true, true>,
+    &CombineKernel<float, false, false>, &CombineKernel<float, true, false>,
+    &CombineKernel<float, false, true>,  &CombineKernel<float, true, true>,
 };
 
 }  // namespace
@@ -409,10 +438,8 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
                      static_cast<uint64_t>(row_bytes)) %
                         16 ==
                     0;
-  // From sizes alone: equal on all ranks.
-  const bool lines = UseLines(row_bytes, base.num_tokens);
-  const int32_t units = lines ? Lines::kUnits : Words::kUnits;
-  const int32_t num_chunks = ((row_bytes + 15) / 16 + units - 1) / units;
+  const int32_t num_chunks =
+      ((row_bytes + 15) / 16 + Lines::kUnits - 1) / Lines::kUnits;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
   const int32_t num_senders =
@@ -429,7 +456,7 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   const int32_t element = base.element == Element::kBf16  ? 0
                           : base.element == Element::kF16 ? 1
                                                           : 2;
-  kKernels[4 * element + 2 * lines +
+  kKernels[4 * element + 2 * base.by_expert +
            wide]<<<blocks, kWindowThreads, 0, stream>>>(launch);
   return cudaPeekAtLastError();
 }

@@ -14,9 +14,9 @@
 //            K of the call: dispatch: expert ids; combine: weights
 // and, of dispatch alone,
 //   weights  as words
-//   scales   [R][max_tokens][num_scales] u64 (epoch << 32 | value)
-// A row is cut into chunks of kChunkBytes, each of which tells that it has come
-// whole (cc/device/window.cuh).
+// and room for as many scales, which nothing uses: they travel with the rows.
+// A row is cut into chunks, each of which tells that it has come whole
+// (cc/device/window.cuh).
 #ifndef JAX_EP_CC_LOW_LATENCY_LAYOUT_H_
 #define JAX_EP_CC_LOW_LATENCY_LAYOUT_H_
 
@@ -44,8 +44,8 @@ struct LowLatencyLayout {
   static constexpr int64_t kLine = 128;
   static constexpr int64_t kHeaderBytes = 4096;
   // A chunk holds at least so many units of 16 bytes, see window.cuh.
-  static constexpr int64_t kChunkBytes = 2048;
-  static constexpr int64_t kMinChunkUnits = 96;
+  static constexpr int64_t kChunkBytes = 1024;
+  static constexpr int64_t kMinChunkUnits = 48;
   static constexpr int64_t kUnit = 16;
 
   int64_t num_ranks;
@@ -61,8 +61,8 @@ struct LowLatencyLayout {
         max_tokens(tokens),
         num_scales((hidden + kScaleBlock - 1) / kScaleBlock),
         row_bytes(((hidden * element_bytes + kUnit - 1) / kUnit +
-                   kMinChunkUnits - 1) /
-                  kMinChunkUnits * kChunkBytes) {}
+                   2 * kMinChunkUnits - 1) /
+                  (2 * kMinChunkUnits) * 2 * kChunkBytes) {}
 
   JAX_EP_HOST_DEVICE constexpr int64_t rows_bytes() const {
     return num_ranks * max_tokens * row_bytes;
@@ -99,10 +99,6 @@ struct LowLatencyLayout {
   }
   JAX_EP_HOST_DEVICE constexpr int64_t weights(uint32_t parity) const {
     return kHeaderBytes + 4 * rows_bytes() + (4 + parity) * words_bytes();
-  }
-  JAX_EP_HOST_DEVICE constexpr int64_t scales(uint32_t parity) const {
-    return kHeaderBytes + 4 * rows_bytes() + 6 * words_bytes() +
-           parity * scales_bytes();
   }
 
  private:

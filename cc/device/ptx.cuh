@@ -150,6 +150,17 @@ __device__ __forceinline__ uint64_t TakeAcquireGpu(uint64_t* p,
   return old;
 }
 
+// Goes on when the load of `value`, which is not 0, has answered.
+__device__ __forceinline__ void AwaitNonzero(uint32_t value) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred zero;\n\t"
+      "setp.eq.u32 zero, %0, 0;\n\t"
+      "@zero trap;\n\t"
+      "}" ::"r"(value)
+      : "memory");
+}
+
 // Some whole warps of a block wait for each other, `threads` threads in all.
 // `barrier` is one of 1 to 15; 0 is __syncthreads().
 __device__ __forceinline__ void SyncThreads(int32_t barrier, int32_t threads) {

@@ -2,19 +2,13 @@
 //
 // Nothing is announced and nothing is reset: whatever a peer stores here tells
 // by itself that it belongs to this operation, by the operation's epoch. Expert
-// ids, weights and scales are words (epoch << 32 | value). Rows travel in
-// chunks, in one of two ways:
-//
-//   Words  16-byte words of 12 bytes of a row and the epoch. A 128-bit access
-//          is seen whole or not at all, so a word needs no order with others.
-//   Lines  128-byte lines of 120 bytes of a row and the epoch, stored and
-//          loaded by eight neighbouring lanes in one instruction each. PTX does
-//          not promise that a line is seen whole; GPUs with NVLink do, and
-//          NCCL's protocol LL128 rests on it.
-//
-// Both save the fence that a flag behind a row would need, which waits until
-// all stores so far have crossed the link. Lines carry 15 sixteenths of what
-// they cost on the wire, words three quarters.
+// ids and weights are words (epoch << 32 | value). Rows travel in lines of 128
+// bytes, the last four of them the epoch, stored and loaded by eight
+// neighbouring lanes in one instruction each. PTX does not promise that a line
+// is seen whole; GPUs with NVLink do, and NCCL's protocol LL128 rests on it.
+// That saves the fence that a flag behind a row would need, which waits until
+// all stores so far have crossed the link. The epoch has the same place in
+// every line of every operation: what an older one left is never taken for it.
 //
 // Two windows, for odd and even epochs, are enough: see docs/design.md.
 #ifndef JAX_EP_CC_DEVICE_WINDOW_CUH_
@@ -62,25 +56,18 @@ struct Window {
   const LowLatencyParams& params;
   const char* name;  // of the operation, for messages
   WindowKind kind;
-  uint32_t last;       // epoch of the operation before
-  uint32_t epoch = 0;  // from Begin() on, as all that depends on it
-  uint32_t parity = 0;
+  uint32_t epoch;
+  uint32_t parity;
 
-  // All threads of a block construct it first of all. The epoch is then on its
-  // way, and other loads may follow it.
+  // All threads of a block construct it first of all.
   __device__ Window(const LowLatencyParams& p, const char* operation_name,
                     WindowKind window_kind)
       : params(p), name(operation_name), kind(window_kind) {
-    last = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
-  }
-
-  // Waits for the epoch. Once by every warp; those that work on rows say so.
-  __device__ __forceinline__ void Begin(bool works = true) {
+    epoch = *reinterpret_cast<volatile uint32_t*>(&State()->epoch) + 1;
     // Words that nobody has written hold epoch 0; and odd and even have to take
     // turns, so 1 is left out as well when the count begins again.
-    epoch = last + 1 == 0 ? 2 : last + 1;
+    if (epoch == 0) epoch = 2;
     parity = epoch & 1;
-    if (works) ptx::ArriveThreads(kEpochBarrier, kWindowThreads);
   }
 
   __device__ int32_t rank() const { return params.op.view.rank; }
@@ -113,12 +100,6 @@ struct Window {
     return reinterpret_cast<uint64_t*>(
                At(owner, params.layout.weights(parity))) +
            from * params.layout.max_tokens * kMaxTopK;
-  }
-  __device__ uint64_t* Scales(int32_t owner, int32_t from,
-                              int32_t token) const {
-    return reinterpret_cast<uint64_t*>(
-               At(owner, params.layout.scales(parity))) +
-           (from * params.layout.max_tokens + token) * params.layout.num_scales;
   }
   __device__ std::byte* Chunk(int32_t owner, int32_t from, int32_t token,
                               int32_t chunk) const {
@@ -197,6 +178,13 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
 // Keeping step
 // -----------------------------------------------------------------
 
+// Every working warp, when it has asked for what needs no epoch: the epoch is
+// then in its register, and may be advanced in memory.
+static __device__ __forceinline__ void HasEpoch(const Window& window) {
+  ptx::AwaitNonzero(window.epoch);
+  ptx::ArriveThreads(kEpochBarrier, kWindowThreads);
+}
+
 // Every working warp, at its end.
 static __device__ __forceinline__ void WarpDone(const Window& window) {
   __syncwarp();
@@ -214,8 +202,7 @@ static __device__ __forceinline__ void WarpDone(const Window& window) {
 // The last block to begin advances the epoch, for then all have read it. That
 // nothing else uses the windows meanwhile is a rule for callers; it is told
 // from the counts where one breaks it.
-static __device__ void KeepStep(Window& window, int32_t first_receiver) {
-  window.Begin(/*works=*/false);
+static __device__ void KeepStep(const Window& window, int32_t first_receiver) {
   const int32_t lane = threadIdx.x % kWarpSize;
   LowLatencyState* state = window.State();
   if (blockIdx.x == 0) {
@@ -262,178 +249,139 @@ static __device__ void KeepStep(Window& window, int32_t first_receiver) {
 // Rows in chunks
 // ---------------------------------------------------------------
 //
-// A protocol says which units of a chunk a lane holds: UnitOf(lane, i) of
-// [0, kUnits) for i < kPerLane, kNoUnit where it holds fewer. `left` are the
-// units of the row from the chunk's first on; what lies behind is neither
-// stored nor waited for. Units that the lane does not hold may be anything.
+// A chunk is eight lines: two instructions of a warp. A protocol says which
+// units of 16 bytes a lane holds: UnitOf(lane, i) of [0, kUnits) for i <
+// kPerLane, kNoUnit where it holds none. `left` are the units of the row from
+// the chunk's first on; lines that lie behind are neither stored nor waited
+// for. Units that the lane does not hold may be anything.
 
 inline constexpr int32_t kNoUnit = 1 << 30;
-// Loads and stores of a lane for a chunk.
-inline constexpr int kChunkWords =
-    LowLatencyLayout::kChunkBytes / 16 / kWarpSize;
+// Units, and words of 16 bytes, of a lane in a chunk.
+inline constexpr int kPerLane = 2;
+static_assert(kPerLane * kWarpSize * 16 == LowLatencyLayout::kChunkBytes);
+using Units = uint4[kPerLane];
 
-struct Words {
-  static constexpr int32_t kUnits = 96;
-  static constexpr int kPerLane = 3;
-
-  static __device__ __forceinline__ int32_t UnitOf(int32_t lane, int i) {
-    return i * kWarpSize + lane;
-  }
-
-  // Word i of the lane holds something of unit i or i - 1.
-  static __device__ __forceinline__ bool Holds(int32_t lane, int i,
-                                               int32_t left) {
-    return UnitOf(lane, i == 0 ? 0 : i - 1) < left;
-  }
-
-  static __device__ __forceinline__ void Store(std::byte* chunk,
-                                               const uint4 (&u)[kPerLane],
-                                               int32_t left, uint32_t epoch) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    uint4* to = reinterpret_cast<uint4*>(chunk) + lane;
-    const uint4 words[kChunkWords] = {{u[0].x, u[0].y, u[0].z, epoch},
-                                      {u[0].w, u[1].x, u[1].y, epoch},
-                                      {u[1].z, u[1].w, u[2].x, epoch},
-                                      {u[2].y, u[2].z, u[2].w, epoch}};
-#pragma unroll
-    for (int i = 0; i < kChunkWords; ++i) {
-      if (Holds(lane, i, left)) {
-        ptx::StoreRelaxedSys(to + i * kWarpSize, words[i]);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ uint4 Load(const uint4* word) {
-    return ptx::LoadRelaxedSys(word);
-  }
-
-  // Whether the lane's words have come.
-  static __device__ __forceinline__ bool Arrived(const uint4 (&w)[kChunkWords],
-                                                 int32_t left, uint32_t epoch) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < kChunkWords; ++i) {
-      all &= w[i].w == epoch || !Holds(lane, i, left);
-    }
-    return all;
-  }
-
-  static __device__ __forceinline__ void Unpack(const uint4 (&w)[kChunkWords],
-                                                uint4 (&u)[kPerLane]) {
-    u[0] = {w[0].x, w[0].y, w[0].z, w[1].x};
-    u[1] = {w[1].y, w[1].z, w[2].x, w[2].y};
-    u[2] = {w[2].z, w[3].x, w[3].y, w[3].z};
-  }
-};
-
-// A chunk is two pairs of instructions; in a pair four groups of eight lanes
-// have 15 units each. Lanes 0 to 6 of a group hold two of them, one in each
-// line. Lane 7 holds one, half of it in each line, beside the epoch.
+// Lines of 7 units and a half. Eight lanes have 15 in two of them: lanes 0 to 6
+// one in each, and lane 7 one whose halves stand beside the two epochs.
 struct Lines {
-  static constexpr int32_t kUnits = 120;
-  static constexpr int kPerLane = 4;
+  static constexpr int32_t kUnits = 60;
+  static_assert(kUnits >= LowLatencyLayout::kMinChunkUnits);
 
   static __device__ __forceinline__ int32_t FirstOf(int32_t lane, int i) {
-    return i / 2 * 60 + lane / 8 * 15 + i % 2 * 7;
+    return lane / 8 * 15 + i * 7;
   }
   static __device__ __forceinline__ int32_t UnitOf(int32_t lane, int i) {
     if (lane % 8 < 7) return FirstOf(lane, i) + lane % 8;
-    return i % 2 == 0 ? FirstOf(lane, i) + 14 : kNoUnit;
+    return i == 0 ? FirstOf(lane, i) + 14 : kNoUnit;
   }
-
-  // The line of instruction i holds something of the row.
+  // The line holds something of the row.
   static __device__ __forceinline__ bool Holds(int32_t lane, int i,
                                                int32_t left) {
     return FirstOf(lane, i) < left;
   }
-
-  static __device__ __forceinline__ void Store(std::byte* chunk,
-                                               const uint4 (&u)[kPerLane],
-                                               int32_t left, uint32_t epoch) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    uint4* to = reinterpret_cast<uint4*>(chunk) + lane;
-    const bool last = lane % 8 == 7;
-#pragma unroll
-    for (int i = 0; i < kChunkWords; ++i) {
-      uint4 word = u[i];
-      if (last) {
-        const uint4 both = u[i / 2 * 2];
-        word = i % 2 == 0 ? uint4{both.x, both.y, epoch, epoch}
-                          : uint4{both.z, both.w, epoch, epoch};
-      }
-      if (Holds(lane, i, left)) ptx::StoreLine(to + i * kWarpSize, word);
-    }
+  // The lane's word of line i, but for the epoch.
+  static __device__ __forceinline__ uint4 Pack(int32_t lane, const Units& u,
+                                               int i) {
+    if (lane % 8 < 7) return u[i];
+    return i == 0 ? uint4{u[0].x, u[0].y, 0, 0} : uint4{u[0].z, u[0].w, 0, 0};
   }
-
-  static __device__ __forceinline__ uint4 Load(const uint4* word) {
-    return ptx::LoadLine(word);
-  }
-
-  static __device__ __forceinline__ bool Arrived(const uint4 (&w)[kChunkWords],
-                                                 int32_t left, uint32_t epoch) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    bool all = true;
-    if (lane % 8 == 7) {
-#pragma unroll
-      for (int i = 0; i < kChunkWords; ++i) {
-        all &= w[i].w == epoch || !Holds(lane, i, left);
-      }
-    }
-    return all;
-  }
-
-  static __device__ __forceinline__ void Unpack(const uint4 (&w)[kChunkWords],
-                                                uint4 (&u)[kPerLane]) {
-    const bool last = threadIdx.x % kWarpSize % 8 == 7;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      u[i] = w[i];
-      if (last && i % 2 == 0) {
-        u[i] = {w[i].x, w[i].y, w[i + 1].x, w[i + 1].y};
-      }
-    }
+  static __device__ __forceinline__ void Unpack(int32_t lane, const Units& w,
+                                                Units& u) {
+    u[0] = lane % 8 < 7 ? w[0] : uint4{w[0].x, w[0].y, w[1].x, w[1].y};
+    u[1] = w[1];
   }
 };
 
-// Lines pay where the link's rate counts more than its latency. From sizes
-// alone, so that all ranks choose alike.
-inline bool UseLines(int64_t row_bytes, int64_t num_tokens) {
-  constexpr int64_t kFromBytes = 256 << 10;
-  return row_bytes * num_tokens >= kFromBytes;
-}
+// Lines of 7 units and a scale. A scale is that of eight units; the eighths of
+// the first seven lines are in the last one. Lane 7 of eight has scale
+// ScaleOf(lane, i) in its unit i.
+struct ScaledLines {
+  static constexpr int32_t kUnits = 56;
+  static constexpr int32_t kScales = kUnits / 8;
+  static_assert(kUnits >= LowLatencyLayout::kMinChunkUnits);
 
-inline int32_t ElementBytes(Element element) {
-  return element == Element::kF32 ? 4 : 2;
+  static __device__ __forceinline__ bool IsLast(int32_t lane, int i) {
+    return i == 1 && lane >= 24;
+  }
+  static __device__ __forceinline__ int32_t UnitOf(int32_t lane, int i) {
+    if (lane % 8 == 7) return kNoUnit;
+    return IsLast(lane, i) ? (lane - 24) * 8 + 7 : i * kWarpSize + lane;
+  }
+  static __device__ __forceinline__ bool Holds(int32_t lane, int i,
+                                               int32_t left) {
+    return (IsLast(lane, i) ? 7 : i * kWarpSize + lane / 8 * 8) < left;
+  }
+  // kNoUnit where the lane has none.
+  static __device__ __forceinline__ int32_t ScaleOf(int32_t lane, int i) {
+    return lane % 8 < 7 || IsLast(lane, i) ? kNoUnit : i * 4 + lane / 8;
+  }
+  static __device__ __forceinline__ uint4 Pack(int32_t, const Units& u, int i) {
+    return u[i];
+  }
+  static __device__ __forceinline__ void Unpack(int32_t, const Units& w,
+                                                Units& u) {
+    for (int i = 0; i < kPerLane; ++i) u[i] = w[i];
+  }
+};
+
+template <typename Protocol>
+__device__ __forceinline__ void StoreChunk(std::byte* chunk, const Units& u,
+                                           int32_t left, uint32_t epoch) {
+  const int32_t lane = threadIdx.x % kWarpSize;
+  uint4* to = reinterpret_cast<uint4*>(chunk) + lane;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    uint4 word = Protocol::Pack(lane, u, i);
+    if (lane % 8 == 7) word.w = epoch;
+    if (Protocol::Holds(lane, i, left)) {
+      ptx::StoreLine(to + i * kWarpSize, word);
+    }
+  }
 }
 
 // A first look at a chunk.
 template <typename Protocol>
 __device__ __forceinline__ void LookAt(const std::byte* chunk, int32_t left,
-                                       uint4 (&w)[kChunkWords]) {
+                                       Units& w) {
   const int32_t lane = threadIdx.x % kWarpSize;
   const uint4* from = reinterpret_cast<const uint4*>(chunk) + lane;
 #pragma unroll
-  for (int i = 0; i < kChunkWords; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     w[i] = uint4{};
     if (Protocol::Holds(lane, i, left)) {
-      w[i] = Protocol::Load(from + i * kWarpSize);
+      w[i] = ptx::LoadLine(from + i * kWarpSize);
     }
   }
+}
+
+template <typename Protocol>
+__device__ __forceinline__ bool Arrived(const Units& w, int32_t left,
+                                        uint32_t epoch) {
+  const int32_t lane = threadIdx.x % kWarpSize;
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    all &= w[i].w == epoch || !Protocol::Holds(lane, i, left);
+  }
+  return all || lane % 8 < 7;
 }
 
 // Looks again until all has come; then the lane's units. All lanes of a warp.
 template <typename Protocol>
 __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
-                                          int32_t peer, uint4 (&w)[kChunkWords],
-                                          uint4 (&u)[Protocol::kPerLane]) {
+                                          int32_t peer, Units& w, Units& u) {
   Patience patience = {"the rows", peer};
-  while (!__all_sync(kAllLanes, Protocol::Arrived(w, left, window.epoch))) {
+  while (!__all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch))) {
+    // What the eighth lane has seen instead of the epoch.
     patience.Look(window, w[0].w);
     LookAt<Protocol>(chunk, left, w);
   }
-  Protocol::Unpack(w, u);
+  Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
+}
+
+inline int32_t ElementBytes(Element element) {
+  return element == Element::kF32 ? 4 : 2;
 }
 
 // Rows in XLA's buffers
@@ -478,10 +426,10 @@ __device__ __forceinline__ void StoreRowUnit(std::byte* row, int32_t unit,
 template <typename Protocol, bool kWide>
 __device__ __forceinline__ void LoadRow(const std::byte* row, int32_t first,
                                         int32_t left, int64_t row_bytes,
-                                        uint4 (&u)[Protocol::kPerLane]) {
+                                        Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int i = 0; i < Protocol::kPerLane; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
     u[i] = uint4{};
     if (unit < left) u[i] = LoadRowUnit<kWide>(row, first + unit, row_bytes);
@@ -491,10 +439,10 @@ __device__ __forceinline__ void LoadRow(const std::byte* row, int32_t first,
 template <typename Protocol, bool kWide>
 __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
                                          int32_t left, int64_t row_bytes,
-                                         const uint4 (&u)[Protocol::kPerLane]) {
+                                         const Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int i = 0; i < Protocol::kPerLane; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
     if (unit < left) StoreRowUnit<kWide>(row, first + unit, row_bytes, u[i]);
   }
