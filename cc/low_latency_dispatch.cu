@@ -205,7 +205,7 @@ struct Dispatcher {
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
-  const Window& window;
+  Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -215,7 +215,7 @@ struct Dispatcher {
   int32_t warp;
   int32_t lane;
 
-  __device__ Dispatcher(const Launch& l, const Window& w)
+  __device__ Dispatcher(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -708,8 +708,8 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  const Window window(launch.params.base, "low_latency_dispatch",
-                      WindowKind::kDispatch);
+  Window window(launch.params.base, "low_latency_dispatch",
+                WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }
