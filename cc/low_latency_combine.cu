@@ -40,7 +40,7 @@ struct Launch {
 // Parts of rows that a warp has in flight: as they are, sending and receiving;
 // and rows of the sum over this rank's experts, one sum at a time.
 constexpr int kSending = 6;
-constexpr int kReceiving = 3;
+constexpr int kReceiving = 2;
 constexpr int kSummedRows = 6;
 
 template <typename T, bool kWide, bool kByExpert>

@@ -307,7 +307,7 @@ __device__ typename Dispatcher<Source, kByExpert>::Small
 Dispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
   if (i >= num_tokens * top_k) return {};
   return {static_cast<uint32_t>(__ldg(params.base.topk_idx + i)),
-          params.topk_weights == nullptr
+          kByExpert || params.topk_weights == nullptr
               ? 0
               : __float_as_uint(__ldg(params.topk_weights + i))};
 }
@@ -322,7 +322,7 @@ __device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
     for (int32_t p = 1; p < num_ranks; ++p) {
       const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
       ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(small.id));
-      if (params.topk_weights != nullptr) {
+      if (!kByExpert && params.topk_weights != nullptr) {
         ptx::StoreRelaxedSys(window.Weights(peer, me) + i,
                              window.Word(small.weight));
       }
