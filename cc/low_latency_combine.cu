@@ -40,7 +40,7 @@ struct Launch {
 // Parts of rows that a warp has in flight: as they are, sending and receiving;
 // and rows of the sum over this rank's experts, one sum at a time.
 constexpr int kSending = 6;
-constexpr int kReceiving = 3;
+constexpr int kReceiving = 2;
 constexpr int kSummedRows = 6;
 
 template <typename T, bool kWide, bool kByExpert>
@@ -50,7 +50,7 @@ struct Combiner {
 
   const Launch& launch;
   const LowLatencyCombineParams& params;
-  const Window& window;
+  Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -60,7 +60,7 @@ struct Combiner {
   int32_t warp;
   int32_t lane;
 
-  __device__ Combiner(const Launch& l, const Window& w)
+  __device__ Combiner(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -398,8 +398,8 @@ __device__ void Combiner<T, kWide, kByExpert>::Receive() const {
 template <typename T, bool kWide, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
-  const Window window(launch.params.base, "low_latency_combine",
-                      WindowKind::kCombine);
+  Window window(launch.params.base, "low_latency_combine",
+                WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }

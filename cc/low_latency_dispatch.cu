@@ -205,7 +205,7 @@ struct Dispatcher {
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
-  const Window& window;
+  Window& window;
   const Experts& experts;
   int32_t me;
   int32_t num_ranks;
@@ -215,7 +215,7 @@ struct Dispatcher {
   int32_t warp;
   int32_t lane;
 
-  __device__ Dispatcher(const Launch& l, const Window& w)
+  __device__ Dispatcher(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -307,7 +307,7 @@ __device__ typename Dispatcher<Source, kByExpert>::Small
 Dispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
   if (i >= num_tokens * top_k) return {};
   return {static_cast<uint32_t>(__ldg(params.base.topk_idx + i)),
-          params.topk_weights == nullptr
+          kByExpert || params.topk_weights == nullptr
               ? 0
               : __float_as_uint(__ldg(params.topk_weights + i))};
 }
@@ -322,7 +322,7 @@ __device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
     for (int32_t p = 1; p < num_ranks; ++p) {
       const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
       ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(small.id));
-      if (params.topk_weights != nullptr) {
+      if (!kByExpert && params.topk_weights != nullptr) {
         ptx::StoreRelaxedSys(window.Weights(peer, me) + i,
                              window.Word(small.weight));
       }
@@ -708,8 +708,8 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  const Window window(launch.params.base, "low_latency_dispatch",
-                      WindowKind::kDispatch);
+  Window window(launch.params.base, "low_latency_dispatch",
+                WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }

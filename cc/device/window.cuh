@@ -56,6 +56,7 @@ struct Window {
   const LowLatencyParams& params;
   const char* name;  // of the operation, for messages
   WindowKind kind;
+  uint32_t before;  // the epoch of the operation before
   uint32_t epoch;
   uint32_t parity;
 
@@ -63,11 +64,16 @@ struct Window {
   __device__ Window(const LowLatencyParams& p, const char* operation_name,
                     WindowKind window_kind)
       : params(p), name(operation_name), kind(window_kind) {
-    epoch = *reinterpret_cast<volatile uint32_t*>(&State()->epoch) + 1;
+    before = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
+  }
+  // Waits for the epoch; until then there is none.
+  __device__ __forceinline__ void AwaitEpoch() {
+    epoch = before + 1;
     // Words that nobody has written hold epoch 0; and odd and even have to take
     // turns, so 1 is left out as well when the count begins again.
     if (epoch == 0) epoch = 2;
     parity = epoch & 1;
+    ptx::AwaitNonzero(epoch);
   }
 
   __device__ int32_t rank() const { return params.op.view.rank; }
@@ -109,10 +115,12 @@ struct Window {
   }
 };
 
-// Out of line: keeps printf's stack out of the waiting code.
-static __device__ __noinline__ void TimedOut(const Window& window,
-                                             const char* step, int32_t peer,
-                                             uint32_t seen) {
+// Out of line: keeps printf's stack out of the waiting code. These get copies,
+// or windows would have to live in memory.
+[[noreturn]] static __device__ __noinline__ void TimedOut(Window window,
+                                                          const char* step,
+                                                          int32_t peer,
+                                                          uint32_t seen) {
   printf(
       "jax_ep %s (channel %u): rank %d waited %.1f s for %s of rank %d: "
       "expected epoch %u, seen %u\n",
@@ -120,23 +128,27 @@ static __device__ __noinline__ void TimedOut(const Window& window,
       static_cast<double>(window.params.op.view.timeout_ns) * 1e-9, step, peer,
       window.epoch, seen);
   __trap();
+  __builtin_unreachable();
 }
 
-static __device__ __noinline__ void OtherOperation(const Window& window,
-                                                   int32_t peer, uint32_t tag) {
+[[noreturn]] static __device__ __noinline__ void OtherOperation(Window window,
+                                                                int32_t peer,
+                                                                uint32_t tag) {
   printf(
       "jax_ep %s (channel %u): rank %d found rank %d in another operation "
       "(channel %u)\n",
       window.name, window.params.op.channel, window.rank(), peer, tag & 0xffff);
   __trap();
+  __builtin_unreachable();
 }
 
-static __device__ __noinline__ void TwoAtOnce(const Window& window) {
+[[noreturn]] static __device__ __noinline__ void TwoAtOnce(Window window) {
   printf(
       "jax_ep %s (channel %u): rank %d found another operation of this buffer "
       "under way; make one depend on the other, or use two buffers\n",
       window.name, window.params.op.channel, window.rank());
   __trap();
+  __builtin_unreachable();
 }
 
 // The patience of one wait, which begins with its first look in vain.
@@ -180,8 +192,8 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
 
 // Every working warp, when it has asked for what needs no epoch: the epoch is
 // then in its register, and may be advanced in memory.
-static __device__ __forceinline__ void HasEpoch(const Window& window) {
-  ptx::AwaitNonzero(window.epoch);
+static __device__ __forceinline__ void HasEpoch(Window& window) {
+  window.AwaitEpoch();
   ptx::ArriveThreads(kEpochBarrier, kWindowThreads);
 }
 
@@ -202,7 +214,8 @@ static __device__ __forceinline__ void WarpDone(const Window& window) {
 // The last block to begin advances the epoch, for then all have read it. That
 // nothing else uses the windows meanwhile is a rule for callers; it is told
 // from the counts where one breaks it.
-static __device__ void KeepStep(const Window& window, int32_t first_receiver) {
+static __device__ void KeepStep(Window window, int32_t first_receiver) {
+  window.AwaitEpoch();
   const int32_t lane = threadIdx.x % kWarpSize;
   LowLatencyState* state = window.State();
   if (blockIdx.x == 0) {
