@@ -274,10 +274,6 @@ CASES = (
     Case("experts_5", uniform, top_k=2, experts=5, expert_alignment=7),
     Case("experts_1", duplicates, tokens=3, top_k=2, experts=1),
     Case("widest", out_of_range, tokens=5, top_k=32, experts=2048),
-    # More than plans by pushed ids take (PushedPlan in cc/layout.h): experts in
-    # all, experts of a rank. The second has work for several blocks.
-    Case("experts_65536", strided, tokens=5, top_k=3, experts=1 << 16),
-    Case("experts_2100_a_rank", strided, tokens=257, top_k=4, experts=-2100),
     # Capacity.
     Case("exact_capacity", log_normal, capacity=lambda demand: demand),
     Case("one_over", log_normal, capacity=lambda demand: demand - 1),
@@ -289,4 +285,12 @@ CASES = (
     ),
     Case("capacity_1", uniform, capacity=lambda _: 1),
     Case("spare_capacity", one_rank, capacity=lambda demand: demand + 9),
+)
+
+# More experts than what groups rows by expert takes of a rank; for plan, dispatch and
+# combine. Also more than plans by pushed ids take (PushedPlan in cc/layout.h): experts
+# in all, experts of a rank. The second has work for several blocks.
+MANY_EXPERTS = (
+    Case("experts_65536", strided, tokens=5, top_k=3, experts=1 << 16),
+    Case("experts_2100_a_rank", strided, tokens=257, top_k=4, experts=-2100),
 )

@@ -16,7 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32", "complex64")
 DTYPES_X64 = ("float64", "complex128", "float32", "bfloat16")
 
 
-@harness.on_each_combination
+@harness.on_each_combination_of_rows
 def test_sums_are_the_oracles(backend, case, ranks):
     result = harness.run_case(case, backend, ranks)
     for name, y in result.y.items():

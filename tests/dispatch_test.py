@@ -42,7 +42,7 @@ ROW_BYTES = (
 )
 
 
-@harness.on_each_combination
+@harness.on_each_combination_of_rows
 def test_rows_are_the_oracles(backend, case, ranks):
     result = harness.run_case(case, backend, ranks)
     for name, x in result.x.items():

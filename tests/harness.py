@@ -62,14 +62,14 @@ def most_ranks() -> int:
     return max(r for r in cases.RANKS if r <= jax.device_count())
 
 
-def _combinations():
+def _combinations(table):
     """Every case on every backend and rank count, with one economy.
 
     Plain JAX takes seconds to compile and does not depend on the rank count:
     cases that need a program of their own run there on the most ranks and 3.
     """
     programs = set()
-    for case in cases.CASES:
+    for case in table:
         shape = (case.tokens, case.top_k, case.experts, case.capacity)
         shares = shape in programs or case is cases.CASES[0]
         programs.add(shape)
@@ -82,7 +82,12 @@ def _combinations():
 
 
 on_each_combination = pytest.mark.parametrize(
-    ("backend", "case", "ranks"), list(_combinations())
+    ("backend", "case", "ranks"), list(_combinations(cases.CASES))
+)
+# For what does not group rows by expert.
+on_each_combination_of_rows = pytest.mark.parametrize(
+    ("backend", "case", "ranks"),
+    list(_combinations(cases.CASES + cases.MANY_EXPERTS)),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import jax_ep
 
 
-@harness.on_each_combination
+@harness.on_each_combination_of_rows
 def test_every_field_is_the_oracles(backend, case, ranks):
     result = harness.run_case(case, backend, ranks)
     payloads.assert_same_trees(result.plan, result.right.fields, "plan")
