@@ -443,7 +443,7 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
   const int32_t num_senders =
-      std::max(blocks * (base.by_expert ? 16 : 12) / 32, 1);
+      std::max(blocks * (base.by_expert ? 16 : 10) / 32, 1);
   const Launch launch = {
       .params = params,
       .experts = Experts(base.num_experts, num_ranks),

@@ -759,11 +759,12 @@ int32_t KernelFor(const LowLatencyDispatchParams& params, bool wide) {
   }
 }
 
-// Blocks of 32 that send. By rank they store own rows too; by expert a row is
-// received once for every expert. Quantising takes longer than loading.
+// Blocks of 32 that send. By rank they store own rows too, and still it was the
+// receivers that 128 tokens waited for; by expert a row is received once for
+// every expert (docs/performance.md).
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
-  if (params.base.by_expert) return params.quantize ? 10 : 6;
-  return 22;
+  if (params.base.by_expert) return params.quantize ? 6 : 9;
+  return 12;
 }
 
 }  // namespace

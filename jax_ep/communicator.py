@@ -135,7 +135,7 @@ class Communicator:
                 break
             problem = self._why_not(choice)
             if problem is None:
-                self.backend, self.id = choice, self._agree_on_id()
+                self.backend, self.id = choice, self._agree_on_id(self._peers, choice)
                 try:
                     return self._set_up_native()
                 except peer_memory.CannotWork as error:
@@ -153,7 +153,7 @@ class Communicator:
                 f"slow: {problem}",
                 stacklevel=3,
             )
-        self.backend, self.id = "xla", self._agree_on_id()
+        self.backend, self.id = "xla", self._agree_on_id(self._peers, "xla")
         self.node_size = self.num_ranks
         return lambda: None
 
@@ -201,12 +201,13 @@ class Communicator:
                 f"jax_ep.Communicator: backend {backend!r} needs a mesh of "
                 f"{platform} devices, found {sorted(_platforms(self._groups))}"
             )
+        if self._peers is None:
+            self._check_nodes()
         if backend == "cuda":
             problem = peer_memory.why_not_cuda(self._groups)
         else:
             problem = staging.why_not_host()
         if self._peers is None:
-            self._check_nodes()
             return problem
         problem = self._peers.agree(f"backend {backend}", problem)
         problem = problem or self._connect(backend)
@@ -278,18 +279,19 @@ class Communicator:
     def _node_groups(self) -> list[list[jax.Device]]:
         return topology.node_groups(self._groups, self.node_size)
 
-    def _agree_on_id(self) -> int:
+    def _agree_on_id(self, peers: bootstrap.Processes | None, what: str) -> int:
         """A number for the program, equal on all processes and new on each.
 
-        So is the one after it, which rails have.
+        So is the one after it, which rails have. `what` it is for: once in a
+        conversation of processes.
         """
         global _next_id
         with _ids_lock:
             mine = _next_id
-            if self._peers is None:
+            if peers is None:
                 _next_id = mine + 2
                 return mine
-            agreed = max(self._peers.gather("id", mine).values())
+            agreed = max(peers.gather(f"id of {what}", mine).values())
             _next_id = agreed + 2
             return agreed
 

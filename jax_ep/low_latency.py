@@ -70,7 +70,8 @@ class LowLatencyBuffer:
 
         Raises:
           TypeError, ValueError: a bad argument, one that differs between processes,
-            a communicator of several nodes, or a size that does not fit; the message names the largest max_tokens.
+            a communicator of several nodes, or a size that does not fit; the message
+            names the largest max_tokens.
           RuntimeError: the communicator is closed; or a process did not come.
         """
         if not isinstance(comm, Communicator):
@@ -208,7 +209,7 @@ class LowLatencyBuffer:
                     raise RuntimeError(
                         f"jax_ep.LowLatencyBuffer: processes lost each other: {problem}"
                     )
-            self.id = comm._agree_on_id()
+            self.id = comm._agree_on_id(self._peers, "windows")
             return peer_memory.set_up_windows(
                 self.id,
                 comm._groups,

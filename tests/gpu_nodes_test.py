@@ -108,8 +108,9 @@ def test_a_peer_node_is_killed(tmp_path):
 
 
 def test_lifetime(tmp_path):
-    """Communicators come and go, and give all memory back."""
-    with job(tmp_path, "memory", **APART, node_size=1) as nodes:
+    """Communicators come and go, and give the GPU's memory and all files back."""
+    # NCCL's communicators leave some host memory behind: 4 to 6 MiB each were seen.
+    with job(tmp_path, "memory", **APART, node_size=1, host_mib=160) as nodes:
         for log in nodes.wait(300):
             print(log)
             assert "END\n" in log, log
