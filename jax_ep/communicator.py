@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import bootstrap, node_wire, peer_memory, staging, topology
+from jax_ep import bootstrap, node_wire, peer_memory, reach, staging, topology
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -204,7 +204,7 @@ class Communicator:
         if self._peers is None:
             self._check_nodes()
         if backend == "cuda":
-            problem = peer_memory.why_not_cuda(self._groups)
+            problem = reach.why_not_cuda(self._groups)
         else:
             problem = staging.why_not_host()
         if self._peers is None:
@@ -213,7 +213,7 @@ class Communicator:
         problem = problem or self._connect(backend)
         if problem is None and backend == "cuda":
             assert self._near is not None
-            problem = peer_memory.why_not_between(self._node_groups(), self._near)
+            problem = reach.why_not_between(self._node_groups(), self._near)
             if self._near is not self._peers:
                 problem = self._peers.agree("peer access of nodes", problem)
         return problem

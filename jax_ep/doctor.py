@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, gpu_memory, native, peer_memory
+from jax_ep import bootstrap, gpu_memory, native, reach
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -148,7 +148,7 @@ def check_gpus(report: Report) -> None:
     for ordinal, device in enumerate(devices):
         report.fact(f"GPU {ordinal}", _gpu(driver, device))
     pairs = list(itertools.permutations(range(count), 2))
-    missing = list(peer_memory.pairs_out_of_reach(driver, pairs))
+    missing = list(reach.pairs_out_of_reach(driver, pairs))
     for kind, pairs in missing:
         report.problem(
             f"no {kind} between GPUs {', '.join(map(str, pairs))}",

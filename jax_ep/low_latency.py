@@ -14,7 +14,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import bootstrap, checks, fp8, low_latency_primitives, native, peer_memory
+from jax_ep import (
+    bootstrap,
+    checks,
+    fp8,
+    low_latency_primitives,
+    native,
+    window_memory,
+)
 from jax_ep.communicator import Communicator, _release_here
 from jax_ep.plan import _MAX_TOP_K, _as_int32
 
@@ -187,7 +194,7 @@ class LowLatencyBuffer:
             "dtype": self.dtype,
         }
         self.size_bytes = self.bytes_for(max_tokens=self.max_tokens, **sizes)
-        free = peer_memory.free_bytes(comm._groups)
+        free = window_memory.free_bytes(comm._groups)
         if self._peers is not None:
             free = min(self._peers.gather("free memory", free).values())
         if self.size_bytes > free:
@@ -210,7 +217,7 @@ class LowLatencyBuffer:
                         f"jax_ep.LowLatencyBuffer: processes lost each other: {problem}"
                     )
             self.id = comm._agree_on_id(self._peers, "windows")
-            return peer_memory.set_up_windows(
+            return window_memory.set_up_windows(
                 self.id,
                 comm._groups,
                 self.size_bytes,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep import bootstrap, gpu_memory, native
+from jax_ep import bootstrap, gpu_memory, native, reach
 from jax_ep.gpu_memory import call
+from jax_ep.reach import Groups, Told
 
 # kMaxRanks in cc/layout.h: ranks of one NVLink domain.
 MAX_RANKS = 64
@@ -23,8 +22,6 @@ MAX_RANKS = 64
 _PROOF_BYTES = 128
 # struct Region in cc/peer_view.h.
 _REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
-
-_Groups = list[list[jax.Device]]
 
 
 class CannotWork(RuntimeError):
@@ -46,139 +43,8 @@ class CudaMemory:
     exported: frozenset[int] = frozenset()
 
 
-# Who reaches whom ----------------------------------------------------------------
-
-
-def why_not_cuda(groups: _Groups) -> str | None:
-    """Says why the CUDA backend cannot serve this process's part of `groups`.
-
-    None where it can. Between processes, `why_not_between` goes on.
-    """
-    try:
-        native.cuda()
-        driver = gpu_memory.driver()
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    pairs = [(a.local_hardware_id, b.local_hardware_id) for a, b in _pairs(groups)]
-    for kind, missing in pairs_out_of_reach(driver, pairs):
-        return f"no {kind} between GPUs {', '.join(map(str, missing))}"
-    return None
-
-
-def why_not_between(groups: _Groups, processes: bootstrap.Processes) -> str | None:
-    """Says which pairs of different processes cannot reach each other.
-
-    Collective; all get the same answer. A GPU that this process does not see
-    cannot be asked about: set_up_cuda shows whether its memory can be mapped.
-    """
-    driver = gpu_memory.driver()  # `why_not_cuda` has called it before
-    places: dict[str, str] = {}
-    problem: str | None = None
-    with _Told() as told:
-        for device in _local(groups):
-            places[str(device.id)] = _bus_id(driver, device.local_hardware_id)
-    for theirs in processes.gather("GPUs", places).values():
-        places.update(theirs)
-    with told:
-        problem = _remote_pairs_out_of_reach(driver, groups, places)
-    return processes.agree("peer access", told.problem or problem)
-
-
-class _Told(contextlib.AbstractContextManager):
-    """Keeps an error of its block in words, to tell the other processes.
-
-    Attributes:
-      problem: the first one.
-    """
-
-    def __init__(self) -> None:
-        self.problem: str | None = None
-
-    def __exit__(self, kind, error, _) -> bool:
-        if not isinstance(error, (RuntimeError, OSError)):
-            return False
-        self.problem = self.problem or str(error)
-        return True
-
-
-def _remote_pairs_out_of_reach(
-    driver: Any, groups: _Groups, places: Mapping[str, str]
-) -> str | None:
-    ordinals = {
-        _bus_id(driver, ordinal): ordinal
-        for ordinal in range(call(driver.cuDeviceGetCount))
-    }
-    names: dict[tuple[int, int], tuple[int, int]] = {}
-    for a, b in itertools.chain.from_iterable(
-        itertools.product(group, repeat=2) for group in groups
-    ):
-        if not _is_here(a) or _is_here(b):
-            continue
-        theirs = ordinals.get(places.get(str(b.id), ""))
-        # Several processes may share a GPU.
-        if theirs is not None and theirs != a.local_hardware_id:
-            names[a.local_hardware_id, theirs] = (a.id, b.id)
-    for kind, missing in pairs_out_of_reach(driver, list(names)):
-        pairs = ", ".join(str(names[pair]) for pair in missing)
-        return f"no {kind} between devices {pairs}"
-    return None
-
-
-def pairs_out_of_reach(
-    driver: Any, pairs: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """What some pairs of GPUs lack, and those pairs; nothing where all is well.
-
-    Args:
-      driver: cuda.bindings.driver.
-      pairs: of ordinals; access is asked for from the first to the second.
-    """
-    attribute = driver.CUdevice_P2PAttribute
-    for kind, wanted in (
-        ("peer access", attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED),
-        # A plan adds to its peers' counters, which needs atomics over the link.
-        (
-            "atomic operations",
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-        ),
-    ):
-        missing = [
-            pair
-            for pair in pairs
-            if not call(
-                driver.cuDeviceGetP2PAttribute,
-                wanted,
-                *(call(driver.cuDeviceGet, ordinal) for ordinal in pair),
-            )
-        ]
-        if missing:
-            yield kind, missing
-
-
-def _bus_id(driver: Any, ordinal: int) -> str:
-    name = call(driver.cuDeviceGetPCIBusId, 64, call(driver.cuDeviceGet, ordinal))
-    return name.split(b"\0")[0].decode()
-
-
-def _is_here(device: jax.Device) -> bool:
-    return device.process_index == jax.process_index()
-
-
-def _local(groups: _Groups) -> list[jax.Device]:
-    return [d for group in groups for d in group if _is_here(d)]
-
-
-def _pairs(groups: _Groups) -> Iterator[tuple[jax.Device, jax.Device]]:
-    """Pairs of GPUs of this process."""
-    for group in groups:
-        yield from itertools.permutations(filter(_is_here, group), 2)
-
-
-# Set-up --------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Memory of a rank that is shared, in the owner's addresses.
 
     Attributes:
@@ -193,12 +59,13 @@ class _Piece:
 
     @property
     def is_control(self) -> bool:
+        """Control memory, not an arena."""
         return bool(self.proof)
 
 
 def set_up_cuda(
     identity: int,
-    groups: _Groups,
+    groups: Groups,
     *,
     num_sms: int | None,
     timeout_s: float,
@@ -216,7 +83,7 @@ def set_up_cuda(
       CannotWork: the self-test failed, or memory cannot be shared.
       RuntimeError: a call of the driver failed.
     """
-    set_up = _SetUp(groups, num_sms or 0, staging_bytes, processes, links)
+    set_up = SetUp(groups, num_sms or 0, staging_bytes, processes, links)
     try:
         set_up.run(num_channels)
         return set_up.hand_over(identity, timeout_s)
@@ -225,7 +92,7 @@ def set_up_cuda(
         raise
 
 
-class _SetUp:
+class SetUp:
     """The steps, and what they leave behind.
 
     Attributes:
@@ -233,7 +100,8 @@ class _SetUp:
     """
 
     def __init__(self, groups, num_sms, staging_bytes, processes, links):
-        self.groups: _Groups = groups
+        """Begins with nothing but the contexts of this process's GPUs."""
+        self.groups: Groups = groups
         self.num_ranks = len(groups[0])
         self.num_sms: int = num_sms
         self.num_channels = 0
@@ -247,15 +115,15 @@ class _SetUp:
                 self.driver.cuDevicePrimaryCtxRetain,
                 call(self.driver.cuDeviceGet, ordinal),
             )
-            for ordinal in {d.local_hardware_id for d in _local(groups)}
+            for ordinal in {d.local_hardware_id for d in reach.local(groups)}
         }
         self.holdings = gpu_memory.Holdings(self.driver, self.contexts)
         self.memory_bytes = 0
         # Where each rank's control memory is for this process, by (group, rank).
         self.control: dict[tuple[int, int], int] = {}
         # Arenas of this process's ranks, and where those of others are.
-        self.exported: dict[tuple[int, int], list[_Piece]] = {}
-        self.imported: dict[_Piece, int] = {}
+        self.exported: dict[tuple[int, int], list[Piece]] = {}
+        self.imported: dict[Piece, int] = {}
         self.places: list[Any] = []
         # Ids of devices with an exported arena, on all processes alike.
         self.reachable: frozenset[int] = frozenset()
@@ -264,15 +132,16 @@ class _SetUp:
     # step with the others and all raise the same.
 
     def run(self, num_channels: int | None) -> None:
+        """Allocates, shares and places; collective where there are processes."""
         if self.processes is None:
             self._test_and_connect()
             self._allocate()
             self._place_ranks()
             return
         staging = self._choose_channels(num_channels)
-        mine: dict[_Piece, int] = {}
+        mine: dict[Piece, int] = {}
         try:
-            with _Told() as told:
+            with Told() as told:
                 self._test_and_connect()
                 self._allocate()
                 self._share(staging, mine)
@@ -328,11 +197,11 @@ class _SetUp:
     def _ranks_here(self) -> Iterator[tuple[int, int, jax.Device]]:
         for group, devices in enumerate(self.groups):
             for rank, device in enumerate(devices):
-                if _is_here(device):
+                if reach.is_here(device):
                     yield group, rank, device
 
     def _ordinals(self, group: int) -> list[int]:
-        return [d.local_hardware_id for d in self.groups[group] if _is_here(d)]
+        return [d.local_hardware_id for d in self.groups[group] if reach.is_here(d)]
 
     def _test_and_connect(self) -> None:
         for ordinal in self.contexts:
@@ -341,7 +210,7 @@ class _SetUp:
             failure = self.module.self_test(ordinal)
             if failure:
                 raise CannotWork(failure)
-        for a, b in _pairs(self.groups):
+        for a, b in reach.local_pairs(self.groups):
             _enable_peer_access(
                 self.driver,
                 self.contexts[a.local_hardware_id],
@@ -360,7 +229,7 @@ class _SetUp:
 
     # Between processes
 
-    def _share(self, staging: int, mine: dict[_Piece, int]) -> None:
+    def _share(self, staging: int, mine: dict[Piece, int]) -> None:
         """Makes control memory and finds arenas; `mine` gets files by piece."""
         for group, rank, device in self._ranks_here():
             if self._is_split(self.groups[group]):
@@ -374,7 +243,7 @@ class _SetUp:
             ordinal, used + _PROOF_BYTES, self._ordinals(group)
         )
         proof = secrets.token_bytes(_PROOF_BYTES)
-        mine[_Piece(group, rank, address, size, proof.hex())] = descriptor
+        mine[Piece(group, rank, address, size, proof.hex())] = descriptor
         self.holdings.write(ordinal, address + used, np.frombuffer(proof, np.uint8))
         self.control[group, rank] = address
         self.memory_bytes += size
@@ -388,7 +257,7 @@ class _SetUp:
             with gpu_memory.Current(self.driver, context):
                 descriptor = gpu_memory.export_arena(self.driver, base)
             if descriptor is not None:
-                mine[_Piece(group, rank, base, size, "")] = descriptor
+                mine[Piece(group, rank, base, size, "")] = descriptor
                 count += 1
 
     def _agree(self, what: str, problem: str | None) -> None:
@@ -398,15 +267,15 @@ class _SetUp:
         if agreed is not None:
             raise CannotWork(agreed)
 
-    def _gather_pieces(self, what: str, mine) -> dict[int, list[_Piece]]:
+    def _gather_pieces(self, what: str, mine) -> dict[int, list[Piece]]:
         assert self.processes is not None
         notes = [dataclasses.asdict(piece) for piece in mine]
         return {
-            process: [_Piece(**note) for note in theirs]
+            process: [Piece(**note) for note in theirs]
             for process, theirs in self.processes.gather(what, notes).items()
         }
 
-    def _exchange(self, mine: Mapping[_Piece, int]):
+    def _exchange(self, mine: Mapping[Piece, int]):
         """Gives the others what is shared, and maps what they share.
 
         Returns:
@@ -415,7 +284,7 @@ class _SetUp:
         assert self.processes is not None and self.links is not None
         pieces = self._gather_pieces("pieces of GPU memory", mine)
         problems: list[str] = []
-        failed: list[_Piece] = []
+        failed: list[Piece] = []
         for process in sorted(self.links.sockets):
             try:
                 # One sends while the other receives: no socket's buffer fills.
@@ -432,11 +301,11 @@ class _SetUp:
         self._agree("mapped GPU memory", "; ".join(problems) or None)
         return pieces, failed
 
-    def _users(self, piece: _Piece) -> set[int]:
+    def _users(self, piece: Piece) -> set[int]:
         """Processes with ranks in the piece's group."""
         return {device.process_index for device in self.groups[piece.group]}
 
-    def _send(self, process: int, mine: Mapping[_Piece, int]) -> None:
+    def _send(self, process: int, mine: Mapping[Piece, int]) -> None:
         assert self.links is not None
         for piece, descriptor in mine.items():
             if process in self._users(piece):
@@ -451,7 +320,7 @@ class _SetUp:
                 continue
             descriptor, note = bootstrap.receive_descriptor(self.links.sockets[process])
             try:
-                if _Piece(**json.loads(note)) != piece:
+                if Piece(**json.loads(note)) != piece:
                     reason = "it sent other memory than it had announced"
                     raise OSError(reason)
                 self.imported[piece] = self.holdings.import_shared(
@@ -471,7 +340,7 @@ class _SetUp:
             finally:
                 os.close(descriptor)
 
-    def _check_proof(self, piece: _Piece) -> None:
+    def _check_proof(self, piece: Piece) -> None:
         """Every GPU here has to read what the maker's GPU wrote."""
         proof = bytes.fromhex(piece.proof)
         size, _ = self._staging_size(self.num_channels)
@@ -481,7 +350,7 @@ class _SetUp:
                 message = f"GPU {ordinal} reads other bytes there than were written"
                 raise RuntimeError(message)
 
-    def _keep(self, pieces: Mapping[int, list[_Piece]], lost: set[_Piece]) -> None:
+    def _keep(self, pieces: Mapping[int, list[Piece]], lost: set[Piece]) -> None:
         """Notes which arenas serve. One that a process cannot map serves none."""
         assert self.processes is not None
         for piece in lost & set(self.imported):
@@ -541,7 +410,7 @@ class _SetUp:
             ordinal=device.local_hardware_id,
             rank=rank,
             control=[self.control[group, r] for r in range(self.num_ranks)],
-            same_process=sum(1 << r for r, d in enumerate(devices) if _is_here(d)),
+            same_process=sum(1 << r for r, d in enumerate(devices) if reach.is_here(d)),
             regions=self._table(group, device) if split else 0,
             exported=[(piece.base, piece.size) for piece in exported],
         )
@@ -558,102 +427,6 @@ class _SetUp:
         address = self.holdings.allocate(ordinal, table.nbytes)
         self.holdings.write(ordinal, address, table)
         return address
-
-
-# Windows of low-latency buffers ----------------------------------------------------
-
-
-def free_bytes(groups: _Groups) -> int:
-    """Free memory of the GPU of this process that has the least."""
-    driver = gpu_memory.driver()
-    least = 1 << 62
-    for ordinal in {d.local_hardware_id for d in _local(groups)}:
-        device = call(driver.cuDeviceGet, ordinal)
-        context = call(driver.cuDevicePrimaryCtxRetain, device)
-        with gpu_memory.Current(driver, context):
-            free, _ = call(driver.cuMemGetInfo)
-        least = min(least, int(free))
-    return least
-
-
-def set_up_windows(
-    identity: int,
-    groups: _Groups,
-    size: int,
-    *,
-    num_sms: int | None,
-    timeout_s: float,
-    processes: bootstrap.Processes | None,
-    links: bootstrap.Links | None,
-) -> Callable[[], Any]:
-    """Makes windows of `size` bytes on every rank. Collective.
-
-    To the native side they are a communicator's control memory.
-
-    Returns:
-      What gives them back.
-
-    Raises:
-      CannotWork: memory cannot be shared.
-      RuntimeError: a call of the driver failed.
-    """
-    set_up = _WindowSetUp(groups, size, num_sms, processes, links)
-    try:
-        set_up.run(None)
-        return set_up.hand_over(identity, timeout_s).release
-    except BaseException:
-        set_up.holdings.release()
-        raise
-
-
-class _WindowSetUp(_SetUp):
-    """Control memory of another size, without arenas and staging memory."""
-
-    def __init__(self, groups, size, num_sms, processes, links):
-        super().__init__(groups, num_sms or 0, 0, processes, links)
-        self.size: int = size
-        if num_sms is None:
-            # 32 of an H200's 132: no link to fill for long, but much to copy.
-            default = min(self.module.num_sms(o, 0) for o in self.contexts)
-            self.num_sms = max(1, default * 4 // 3)
-
-    def run(self, num_channels: int | None) -> None:
-        del num_channels
-        if self.processes is None:
-            self._allocate()
-            self._place_ranks()
-            return
-        mine: dict[_Piece, int] = {}
-        try:
-            with _Told() as told:
-                self._allocate()
-                self._share(0, mine)
-            self._agree("GPU memory", told.problem)
-            self._exchange(mine)
-        finally:
-            for descriptor in mine.values():
-                os.close(descriptor)
-        self._place_ranks()
-
-    def _control_bytes(self) -> int:
-        return self.size
-
-    def _staging_size(self, num_channels: int) -> tuple[int, int]:
-        del num_channels
-        return 0, 0
-
-    def _share_arenas(self, group, rank, device, mine) -> None:
-        pass
-
-    def _place(self, group: int, rank: int, device: jax.Device) -> Any:
-        return self.module.Place(
-            ordinal=device.local_hardware_id,
-            rank=rank,
-            control=[self.control[group, r] for r in range(self.num_ranks)],
-            same_process=0,
-            regions=0,
-            exported=[],
-        )
 
 
 def _enable_peer_access(driver: Any, context: Any, peer: Any) -> None:

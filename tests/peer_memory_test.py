@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import native, peer_memory
+from jax_ep import native, reach
 
 CANNOT = "jax_ep.Communicator: backend 'cuda' cannot work here: "
 FALLS_BACK = "jax_ep.Communicator: falling back to backend 'xla', which is slow: "
@@ -211,21 +211,21 @@ class TestPeerAccess:
 
     def test_why_not_cuda(self):
         groups = [[Gpu(0), Gpu(1), Gpu(4)]]
-        assert peer_memory.why_not_cuda(groups) == NO_ACCESS
+        assert reach.why_not_cuda(groups) == NO_ACCESS
 
     def test_only_pairs_of_a_group_count(self):
         groups = [[Gpu(0), Gpu(1)], [Gpu(4), Gpu(5)]]
-        assert peer_memory.why_not_cuda(groups) is None
+        assert reach.why_not_cuda(groups) is None
 
     def test_one_way_is_not_enough(self, driver):
         driver.unreachable = {(4, 0)}
         groups = [[Gpu(0), Gpu(4)]]
-        assert peer_memory.why_not_cuda(groups) == "no peer access between GPUs (4, 0)"
+        assert reach.why_not_cuda(groups) == "no peer access between GPUs (4, 0)"
 
     def test_peers_without_atomics(self, driver):
         driver.unreachable = set()
         driver.without_atomics = {(4, 0)}
-        assert peer_memory.why_not_cuda([[Gpu(0), Gpu(4)]]) == (
+        assert reach.why_not_cuda([[Gpu(0), Gpu(4)]]) == (
             "no atomic operations between GPUs (4, 0)"
         )
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, node_wire, peer_memory
+from jax_ep import bootstrap, node_wire, peer_memory, reach
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -175,10 +175,8 @@ class TwoHosts:
             "host": "cloned",
             "uid": os.getuid(),
         }
-        peer_memory.why_not_cuda = lambda groups: None
-        peer_memory.why_not_between = lambda groups, processes: processes.agree(
-            "asked", None
-        )
+        reach.why_not_cuda = lambda groups: None
+        reach.why_not_between = lambda groups, processes: processes.agree("asked", None)
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
 

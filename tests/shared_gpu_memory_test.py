@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import bootstrap, gpu_memory, native, peer_memory
+from jax_ep import bootstrap, gpu_memory, native, peer_memory, reach
 
 CONTROL, STAGING, UNIT = 1000, 4096, 2048
 ARENA = 10 * UNIT
@@ -344,7 +344,7 @@ class Job:
         host = {**bootstrap.host_identity(), "address": links.address}
         try:
             assert links.connect(peers, peers.gather("hosts", host)) is None
-            problem = peer_memory.why_not_between(self.groups, peers)
+            problem = reach.why_not_between(self.groups, peers)
             if problem is not None:
                 return problem
             return peer_memory.set_up_cuda(
@@ -379,8 +379,8 @@ def in_threads(monkeypatch):
     monkeypatch.setattr(gpu_memory, "arenas", arenas)
     monkeypatch.setattr(native, "cuda", lambda: _here.process.module)
     monkeypatch.setattr(
-        peer_memory,
-        "_is_here",
+        reach,
+        "is_here",
         lambda device: device.process_index == _here.process.number,
     )
 
