@@ -5,6 +5,7 @@ made of Python: no GPU needed. Sockets and the files that travel are real.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import enum
 import itertools
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import bootstrap, gpu_memory, native, peer_memory, reach
+from jax_ep import bootstrap, gpu_memory, native, peer_memory, reach, window_memory
 
 CONTROL, STAGING, UNIT = 1000, 4096, 2048
 ARENA = 10 * UNIT
@@ -324,26 +325,47 @@ class Job:
 
     def run(self, staging_bytes=STAGING, timeout_s=5.0, num_channels=2):
         """What set_up_cuda gave or raised in each process."""
+        return self._all(self._set_up, staging_bytes, timeout_s, num_channels)
+
+    def run_windows(self, size):
+        """What set_up_windows gave or raised in each process."""
+        return self._all(self._set_up_windows, size)
+
+    def _all(self, function, *arguments):
         with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as threads:
             running = [
-                threads.submit(
-                    self._set_up, process, staging_bytes, timeout_s, num_channels
-                )
+                threads.submit(function, process, *arguments)
                 for process in self.processes
             ]
             return [one.exception() or one.result() for one in running]
 
-    def _set_up(self, process, staging_bytes, timeout_s, num_channels):
+    @contextlib.contextmanager
+    def _meet(self, process, timeout_s):
         _here.process = process
         members = range(len(self.processes))
         peers = bootstrap.Processes(
             members, process.number, timeout_s, client=self._store
         )
         peers.number = self._number
-        links = bootstrap.Links()
-        host = {**bootstrap.host_identity(), "address": links.address}
-        try:
+        with contextlib.closing(bootstrap.Links()) as links:
+            host = {**bootstrap.host_identity(), "address": links.address}
             assert links.connect(peers, peers.gather("hosts", host)) is None
+            yield peers, links
+
+    def _set_up_windows(self, process, size):
+        with self._meet(process, 5.0) as (peers, links):
+            return window_memory.set_up_windows(
+                9,
+                self.groups,
+                size,
+                num_sms=None,
+                timeout_s=5.0,
+                processes=peers,
+                links=links,
+            )
+
+    def _set_up(self, process, staging_bytes, timeout_s, num_channels):
+        with self._meet(process, timeout_s) as (peers, links):
             problem = reach.why_not_between(self.groups, peers)
             if problem is not None:
                 return problem
@@ -357,8 +379,6 @@ class Job:
                 processes=peers,
                 links=links,
             )
-        finally:
-            links.close()
 
     def table(self, process, place):
         """The regions that a rank sees, by rank."""
@@ -618,6 +638,23 @@ def test_gpus_that_a_process_does_not_see_are_not_asked_about():
     for process in job.processes:
         process.driver.unreachable = {(0, 1), (1, 0), (0, 0)}
     assert all(isinstance(held, peer_memory.CudaMemory) for held in job.run())
+    close(job)
+
+
+def test_windows_are_control_memory_alone():
+    """Each rank finds every rank's window, and no arena is shared."""
+    job = Job(["00:1"], ["00:2"])
+    size = CONTROL // 2
+    assert all(map(callable, job.run_windows(size)))
+    for me, process in enumerate(job.processes):
+        made = process.module.created
+        (place,) = made.places
+        assert (made.num_sms, made.staging_bytes) == (32, 0)
+        assert (place.regions, place.exported) == (0, [])
+        for peer, other in enumerate(job.processes):
+            (theirs,) = other.module.created.places
+            assert same_memory(job, me, place.control[peer], peer, theirs.control[peer])
+        assert process.driver.read(place.control[me], size) == bytes(size)
     close(job)
 
 
