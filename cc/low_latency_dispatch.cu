@@ -763,8 +763,8 @@ int32_t KernelFor(const LowLatencyDispatchParams& params, bool wide) {
 // receivers that 128 tokens waited for; by expert a row is received once for
 // every expert (docs/performance.md).
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
-  if (params.base.by_expert) return params.quantize ? 6 : 9;
-  return 12;
+  if (params.base.by_expert) return params.quantize ? 8 : 6;
+  return 16;
 }
 
 }  // namespace
