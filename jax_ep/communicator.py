@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_ep import bootstrap, node_wire, peer_memory, reach, staging, topology
+from jax_ep.held import Held
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -22,7 +21,7 @@ _next_id = 1
 _ids_lock = threading.Lock()
 
 
-class Communicator:
+class Communicator(Held):
     """The ranks along one mesh axis, set up once, outside jit.
 
     Eager and collective: every process creates (and closes) its communicators
@@ -107,7 +106,6 @@ class Communicator:
         self.node_size = node_size or self.num_ranks
         self._groups = _groups(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
-        self._pid = os.getpid()
         self._memory_bytes = 0
         self._exported: frozenset[int] = frozenset()
         self._links: bootstrap.Links | None = None
@@ -122,10 +120,7 @@ class Communicator:
         finally:
             if self._links is not None:
                 self._links.close()
-        # Runs once: on close(), or when the last reference goes.
-        self._finalizer = weakref.finalize(self, _release_here, release, self._pid)
-        # At exit the process takes everything with it.
-        self._finalizer.atexit = False
+        self._hold(release)
 
     def _set_up(self, backend: str | None) -> Callable[[], Any]:
         """Sets self.backend and self.id; returns what releases them."""
@@ -432,40 +427,6 @@ class Communicator:
         """N, how many nodes each group has."""
         return self.num_ranks // self.node_size
 
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return not self._finalizer.alive
-
-    def close(self) -> None:
-        """Gives back what the communicator holds. Collective and idempotent.
-
-        Waits until every process has come here. Safe with executables still
-        alive and running: each holds on to what it needs, and the last holder
-        frees it.
-
-        Raises:
-          RuntimeError: a process did not come within timeout_s. What this one
-            holds is given back all the same.
-        """
-        if self.closed:
-            return
-        try:
-            if self._peers is not None and os.getpid() == self._pid:
-                self._peers.barrier("close")
-        finally:
-            self._finalizer()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        # After an error the other processes may never come to close().
-        if kind is None:
-            self.close()
-        else:
-            self._finalizer()
-
     def describe(self) -> dict[str, Any]:
         """Who takes part and how bytes go, as a dict; `print(comm)` shows it.
 
@@ -592,9 +553,3 @@ def _candidates(groups: list[list[jax.Device]]) -> list[str]:
 
 def _platforms(groups: list[list[jax.Device]]) -> set[str]:
     return {device.platform for group in groups for device in group}
-
-
-def _release_here(release: Callable[[], Any], pid: int) -> None:
-    # What a forked child inherits is its parent's.
-    if os.getpid() == pid:
-        release()

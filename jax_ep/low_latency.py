@@ -8,7 +8,6 @@ the operations made of it are faster; README says which to take when.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any, Literal
 
 import jax
@@ -22,7 +21,8 @@ from jax_ep import (
     native,
     window_memory,
 )
-from jax_ep.communicator import Communicator, _release_here
+from jax_ep.communicator import Communicator
+from jax_ep.held import Held
 from jax_ep.plan import _MAX_TOP_K, _as_int32
 
 Layout = Literal["expert", "rank"]
@@ -32,7 +32,7 @@ _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 _MAX_COUNTED_EXPERTS = 4096
 
 
-class LowLatencyBuffer:
+class LowLatencyBuffer(Held):
     """Memory through which the rows of low-latency operations travel.
 
     Eager and collective, as a `Communicator`: every process makes (and closes) its
@@ -111,8 +111,7 @@ class LowLatencyBuffer:
         self.size_bytes, self.id, release = 0, comm.id, lambda: None
         if comm.backend == "cuda":
             release = self._set_up()
-        self._finalizer = weakref.finalize(self, _release_here, release, comm._pid)
-        self._finalizer.atexit = False
+        self._hold(release)
 
     # What primitives.communicator_call asks of whom a call belongs to.
 
@@ -229,38 +228,6 @@ class LowLatencyBuffer:
         finally:
             if links is not None:
                 links.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return not self._finalizer.alive
-
-    def close(self) -> None:
-        """Gives the memory back. Collective and idempotent.
-
-        Safe with executables still alive and running: each holds on to what it
-        needs, and the last holder frees it.
-
-        Raises:
-          RuntimeError: a process did not come within the communicator's timeout_s.
-        """
-        if self.closed:
-            return
-        try:
-            if self._peers is not None:
-                self._peers.barrier("close")
-        finally:
-            self._finalizer()
-
-    def __enter__(self) -> LowLatencyBuffer:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        # After an error the other processes may never come to close().
-        if kind is None:
-            self.close()
-        else:
-            self._finalizer()
 
     def __repr__(self) -> str:
         return (

@@ -222,6 +222,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def program(self) -> tuple:
+        """Equal for cases that share a compiled program."""
+        return self.tokens, self.top_k, self.experts, self.capacity
+
     def routing(self, ranks: int) -> Routing:
         """The arrays of this case for `ranks` ranks."""
         return _routing(self, ranks)

@@ -70,9 +70,8 @@ def _combinations(table):
     """
     programs = set()
     for case in table:
-        shape = (case.tokens, case.top_k, case.experts, case.capacity)
-        shares = shape in programs or case is cases.CASES[0]
-        programs.add(shape)
+        shares = case.program in programs or case is cases.CASES[0]
+        programs.add(case.program)
         for backend in BACKENDS:
             for ranks in cases.RANKS:
                 if backend != "xla" or shares or ranks in (3, most_ranks()):

@@ -56,16 +56,12 @@ def assert_right(case, nodes, size, monkeypatch, node_capacity=None):
     return right
 
 
-def _program(case):
-    return case.tokens, case.top_k, case.experts, case.capacity
-
-
 def _cases_of_shapes():
     """All cases on 2 x 2; elsewhere those that share a program, and some others."""
     for number, (nodes, size) in enumerate(SHAPES):
         own = 0
         for case in cases.CASES + cases.MANY_EXPERTS:
-            shared = _program(case) == _program(cases.CASES[0])
+            shared = case.program == cases.CASES[0].program
             own += not shared
             if number == 0 or shared or own % len(SHAPES) == number:
                 yield pytest.param(nodes, size, case, id=f"{nodes}-{size}-{case}")

@@ -30,9 +30,11 @@ __device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
                : "memory");
 }
 
-// The same for 16 bytes: all of them are seen, or none. PTX promises that of
-// one 128-bit access, and not of a vector of four words.
-__device__ __forceinline__ void StoreRelaxedSys(uint4* p, uint4 v) {
+// A lane's 16 bytes of a line of 128, all of which eight neighbouring lanes
+// store, or load, in one instruction. Of 16 bytes all are seen, or none: PTX
+// promises that of one 128-bit access, and not of a vector of four words. A
+// line is seen whole between GPUs on NVLink; see cc/device/window.cuh.
+__device__ __forceinline__ void StoreLine(uint4* p, uint4 v) {
   const uint64_t low = uint64_t{v.y} << 32 | v.x;
   const uint64_t high = uint64_t{v.w} << 32 | v.z;
   asm volatile(
@@ -44,7 +46,7 @@ __device__ __forceinline__ void StoreRelaxedSys(uint4* p, uint4 v) {
       "l"(low), "l"(high)
       : "memory");
 }
-__device__ __forceinline__ uint4 LoadRelaxedSys(const uint4* p) {
+__device__ __forceinline__ uint4 LoadLine(const uint4* p) {
   uint64_t low, high;
   asm volatile(
       "{\n\t"
@@ -57,16 +59,6 @@ __device__ __forceinline__ uint4 LoadRelaxedSys(const uint4* p) {
       : "memory");
   return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
           static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)};
-}
-
-// A lane's 16 bytes of a line of 128, all of which eight neighbouring lanes
-// store, or load, in one instruction. A line is seen whole between GPUs on
-// NVLink; see cc/device/window.cuh.
-__device__ __forceinline__ void StoreLine(uint4* p, uint4 v) {
-  StoreRelaxedSys(p, v);
-}
-__device__ __forceinline__ uint4 LoadLine(const uint4* p) {
-  return LoadRelaxedSys(p);
 }
 
 // Pairs with StoreRelaxedSys. Not served from the first-level cache.

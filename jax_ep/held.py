@@ -1,0 +1,68 @@
+"""What processes set up together and give back together."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+from jax_ep import bootstrap
+
+
+class Held:
+    """Something native, given back by close() or when the last reference goes.
+
+    Attributes:
+      closed: whether close() was called.
+    """
+
+    # The other processes; None where there is one.
+    _peers: bootstrap.Processes | None
+
+    def _hold(self, release: Callable[[], Any]) -> None:
+        """From now on `release` gives it back, once, in this process."""
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _release_here, release, self._pid)
+        # At exit the process takes everything with it.
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Gives everything back. Collective and idempotent.
+
+        Waits until every process has come here. Safe with executables still
+        alive and running: each holds on to what it needs, and the last holder
+        frees it.
+
+        Raises:
+          RuntimeError: a process did not come within the communicator's timeout_s.
+            What this one holds is given back all the same.
+        """
+        if self.closed:
+            return
+        try:
+            if self._peers is not None and os.getpid() == self._pid:
+                self._peers.barrier("close")
+        finally:
+            self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an error the other processes may never come to close().
+        if kind is None:
+            self.close()
+        else:
+            self._finalizer()
+
+
+def _release_here(release: Callable[[], Any], pid: int) -> None:
+    # What a forked child inherits is its parent's.
+    if os.getpid() == pid:
+        release()
