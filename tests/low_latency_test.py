@@ -520,6 +520,15 @@ def test_bad_buffers(changed, error, message):
         jax_ep.LowLatencyBuffer(options.pop("comm"), **options)
 
 
+def test_too_many_ranks():
+    mesh = jax.sharding.Mesh(np.array([jax.devices()[0]] * 65), ("ep",))
+    with (
+        jax_ep.Communicator(mesh, "ep", backend="xla") as comm,
+        pytest.raises(ValueError, match="must have at most 64 ranks, found 65"),
+    ):
+        jax_ep.LowLatencyBuffer(comm, max_tokens=4, hidden=8, num_experts=65)
+
+
 def test_too_many_experts_to_count():
     over = buffer(
         "xla" if "xla" in harness.BACKENDS else harness.BACKENDS[0], 2, 4, 5000
