@@ -14,6 +14,9 @@
 #ifndef JAX_EP_CC_DEVICE_WINDOW_CUH_
 #define JAX_EP_CC_DEVICE_WINDOW_CUH_
 
+#include <cuda_runtime.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -166,6 +169,12 @@ struct Patience {
   }
 };
 
+// A word that a look has seen is of this operation.
+static __device__ __forceinline__ bool HasCome(const Window& window,
+                                               uint64_t seen) {
+  return static_cast<uint32_t>(seen >> 32) == window.epoch;
+}
+
 // A word's value, once it has come. `seen` is a first look at it.
 static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
                                                     const uint64_t* word,
@@ -173,7 +182,7 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
                                                     const char* step,
                                                     int32_t peer) {
   Patience patience = {step, peer};
-  while (static_cast<uint32_t>(seen >> 32) != window.epoch) {
+  while (!HasCome(window, seen)) {
     patience.Look(window, static_cast<uint32_t>(seen >> 32));
     seen = ptx::LoadRelaxedSys(word);
   }
@@ -187,8 +196,80 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
   return WaitWord(window, word, ptx::LoadRelaxedSys(word), step, peer);
 }
 
-// Keeping step
-// -----------------------------------------------------------------
+// A word that is waited for.
+struct AwaitedWord {
+  const uint64_t* word;
+  int32_t peer;
+};
+
+// Waits for the words of a batch; `seen` are first looks at them, and
+// window.Word(~0u) where a thread wants none. Those that have not come are
+// looked at again all at once.
+template <int kBatch, typename WordOf>
+__device__ __forceinline__ void WaitWords(const Window& window,
+                                          uint64_t (&seen)[kBatch],
+                                          const WordOf& word_of,
+                                          const char* step) {
+  Patience patience = {step, 0};
+  while (true) {
+    bool all = true;
+    uint32_t found = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (HasCome(window, seen[j])) continue;
+      const AwaitedWord awaited = word_of(j);
+      all = false;
+      found = static_cast<uint32_t>(seen[j] >> 32);
+      patience.peer = awaited.peer;
+      seen[j] = ptx::LoadRelaxedSys(awaited.word);
+    }
+    if (all) return;
+    patience.Look(window, found);
+  }
+}
+
+// Which blocks of a launch do what. A block that does both sends all that it
+// has to send before it waits for anything.
+struct Roles {
+  int32_t num_senders;     // blocks from 0 on
+  int32_t first_receiver;  // from here on to the end
+
+  // All blocks do both where they may count on running at a time, see
+  // docs/design.md: half of the multiprocessors are enough for them. Else
+  // `senders_of_32` of 32 send, and the others receive.
+  static cudaError_t Of(int32_t blocks, int32_t senders_of_32, Roles* roles) {
+    int device = 0, multiprocessors = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) {
+      status = cudaDeviceGetAttribute(&multiprocessors,
+                                      cudaDevAttrMultiProcessorCount, device);
+    }
+    const int32_t senders = std::max(blocks * senders_of_32 / 32, 1);
+    *roles = 2 * blocks <= multiprocessors ? Roles{blocks, 0}
+                                           : Roles{senders, senders};
+    return status;
+  }
+
+  // All blocks do both.
+  bool AllBoth(int32_t blocks) const {
+    return num_senders == blocks && first_receiver == 0;
+  }
+  __device__ bool Sends() const {
+    return static_cast<int32_t>(blockIdx.x) < num_senders;
+  }
+  __device__ bool Receives() const {
+    return static_cast<int32_t>(blockIdx.x) >= first_receiver;
+  }
+  // Of the blocks that receive: this one, and their number.
+  __device__ int32_t receiver() const {
+    return static_cast<int32_t>(blockIdx.x) - first_receiver;
+  }
+  __device__ int32_t num_receivers() const {
+    return static_cast<int32_t>(gridDim.x) - first_receiver;
+  }
+};
+
+// Keeping step ----------------------------------------------------------------
 
 // Every working warp, when it has asked for what needs no epoch: the epoch is
 // then in its register, and may be advanced in memory.
@@ -259,8 +340,7 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
   }
 }
 
-// Rows in chunks
-// ---------------------------------------------------------------
+// Rows in chunks --------------------------------------------------------------
 //
 // A chunk is eight lines: two instructions of a warp. A protocol says which
 // units of 16 bytes a lane holds: UnitOf(lane, i) of [0, kUnits) for i <
@@ -379,13 +459,20 @@ __device__ __forceinline__ bool Arrived(const Units& w, int32_t left,
   return all || lane % 8 < 7;
 }
 
+// Whether all of a chunk that a warp has looked at has come. All its lanes.
+template <typename Protocol>
+__device__ __forceinline__ bool HasCome(const Window& window, const Units& w,
+                                        int32_t left) {
+  return __all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch));
+}
+
 // Looks again until all has come; then the lane's units. All lanes of a warp.
 template <typename Protocol>
 __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
                                           int32_t peer, Units& w, Units& u) {
   Patience patience = {"the rows", peer};
-  while (!__all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch))) {
+  while (!HasCome<Protocol>(window, w, left)) {
     // What the eighth lane has seen instead of the epoch.
     patience.Look(window, w[0].w);
     LookAt<Protocol>(chunk, left, w);
@@ -393,12 +480,51 @@ __device__ __forceinline__ void WaitChunk(const Window& window,
   Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
 }
 
+// A chunk that is waited for.
+struct Awaited {
+  const std::byte* chunk;
+  int32_t left;
+  int32_t peer;
+};
+
+// Calls take(j, words) for every chunk j in `missing`, as they come; `words`
+// are first looks at them. Those that have not come are looked at again all at
+// once, so that a batch costs the waiting of its last chunk and not of each.
+template <typename Protocol, int kBatch, typename ChunkOf, typename Take>
+__device__ __forceinline__ void TakeAsTheyCome(const Window& window,
+                                               uint32_t missing,
+                                               Units (&words)[kBatch],
+                                               const ChunkOf& chunk_of,
+                                               const Take& take) {
+  Patience patience = {"the rows", 0};
+  while (true) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((missing >> j & 1) == 0) continue;
+      if (!HasCome<Protocol>(window, words[j], chunk_of(j).left)) continue;
+      take(j, words[j]);
+      missing &= ~(1u << j);
+    }
+    if (missing == 0) return;
+    // What the eighth lane has seen instead of the epoch.
+    uint32_t seen = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((missing >> j & 1) == 0) continue;
+      const Awaited awaited = chunk_of(j);
+      patience.peer = awaited.peer;
+      seen = words[j][0].w;
+      LookAt<Protocol>(awaited.chunk, awaited.left, words[j]);
+    }
+    patience.Look(window, seen);
+  }
+}
+
 inline int32_t ElementBytes(Element element) {
   return element == Element::kF32 ? 4 : 2;
 }
 
-// Rows in XLA's buffers
-// --------------------------------------------------------
+// Rows in XLA's buffers -------------------------------------------------------
 
 // Unit `unit` of a row, zeros behind its end. kWide: rows and their sizes are
 // multiples of 16 bytes.
@@ -461,8 +587,7 @@ __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
   }
 }
 
-// Tokens and ranks
-// -------------------------------------------------------------
+// Tokens and ranks ------------------------------------------------------------
 
 // An expert id's rank and number there.
 struct Experts {
