@@ -29,6 +29,7 @@ namespace {
 
 struct Launch {
   LowLatencyCombineParams params;
+  WindowOffsets offsets;
   Experts experts;
   Roles roles;
   int32_t num_chunks;  // of a row
@@ -41,7 +42,7 @@ struct Launch {
 // and of sums over this rank's experts.
 constexpr int kSending = 5;
 constexpr int kReceiving = 4;
-constexpr int kSummedRows = 7;
+constexpr int kSummedRows = 6;
 
 template <typename T, bool kWide, bool kByExpert>
 struct Combiner {
@@ -174,8 +175,9 @@ struct Combiner {
   __device__ Looked LookAtPlaces(const Step& step) const;
   __device__ void LookAtWeights(const Step& step, Looked& looked) const;
   __device__ void SumByExpert() const;
+  template <typename Own>
   __device__ void FinishOwn(const Item& item, uint64_t ranks, Units& words,
-                            const Units& own) const;
+                            const Own& own) const;
 
   __device__ void SendWeights() const;
   __device__ void SendByRank() const;
@@ -238,11 +240,14 @@ __device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
     }
     if (!begun) HasEpoch(window);
     begun = true;
-#pragma unroll
-    for (int j = 0; j < kSending; ++j) {
-      if (base + j * count >= num_items) continue;
-      if (!__any_sync(kAllLanes, places[j] >= 0)) continue;
-      Push(PeersItem(base + j * count), units[j]);
+#pragma unroll 1
+    for (int j = 0; j < kSending && base + j * count < num_items; ++j) {
+      int32_t place;
+      Pick(places, j, place);
+      if (!__any_sync(kAllLanes, place >= 0)) continue;
+      Units one;
+      Pick(units, j, one);
+      Push(PeersItem(base + j * count), one);
     }
   }
 }
@@ -258,21 +263,23 @@ __device__ __forceinline__ void Combiner<T, kWide, kByExpert>::LookAtPeer(
                    num_units - item.first, words);
 }
 
-// The sum over ranks of an item of an own token, `own` what this rank has of
-// it. `words` are a first look at the first peer's.
+// The sum over ranks of an item of an own token; own(units) gives what this
+// rank has of it. `words` are a first look at the first peer's.
 template <typename T, bool kWide, bool kByExpert>
+template <typename Own>
 __device__ __forceinline__ void Combiner<T, kWide, kByExpert>::FinishOwn(
-    const Item& item, uint64_t ranks, Units& words, const Units& own) const {
+    const Item& item, uint64_t ranks, Units& words, const Own& own) const {
   const int32_t left = num_units - item.first;
   Sum sum;
   sum.Begin(ranks == 0);
   for (uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
     const int32_t rank = __ffsll(static_cast<long long>(rest)) - 1;
+    Units units;
     if (rank == me) {
-      sum.Add(own);
+      own(units);
+      sum.Add(units);
       continue;
     }
-    Units units;
     WaitChunk<Protocol>(window, window.Chunk(me, rank, item.token, item.chunk),
                         left, rank, words, units);
     LookAtPeer(item, rest & (rest - 1), words);
@@ -302,33 +309,35 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
       ids[j] = __ldg(params.base.topk_idx + token * top_k + lane);
     }
   };
-  int32_t ids[kBatch];
-  load_ids(index, ids);
+  int32_t next_ids[kBatch];
+  load_ids(index, next_ids);
   if (!launch.roles.Sends()) HasEpoch(window);
   for (int32_t base = index; base < num_items; base += kBatch * count) {
     const auto item_of = [&](int j) {
       return ItemOf({base + j * count, true, true});
     };
-    uint64_t ranks[kBatch];
+    int32_t ids[kBatch];
     Units words[kBatch], own[kBatch];
     uint32_t missing = 0;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      ranks[j] = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+      ids[j] = next_ids[j];
       if (base + j * count >= num_items) continue;
+      const uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
       const Item item = item_of(j);
       missing |= 1u << j;
-      LookAtPeer(item, ranks[j], words[j]);
-      if (ranks[j] >> me & 1) {
+      LookAtPeer(item, ranks, words[j]);
+      if (ranks >> me & 1) {
         LoadY(me * params.base.stride + item.token, item.first, own[j]);
       }
     }
     // Of the next items, while these ones' rows are on their way.
-    load_ids(base + kBatch * count, ids);
+    load_ids(base + kBatch * count, next_ids);
     TakeAsTheyCome<Protocol>(
         window, missing, words,
         [&](int j) -> Awaited {
-          const uint64_t rest = ranks[j] & others;
+          const uint64_t rest =
+              RanksOfWarp(experts.RankOf(ids[j]), num_ranks) & others;
           const int32_t peer =
               rest == 0 ? me : __ffsll(static_cast<long long>(rest)) - 1;
           const Item item = item_of(j);
@@ -336,7 +345,10 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
                   rest == 0 ? 0 : num_units - item.first, peer};
         },
         [&](int j, Units& taken) {
-          FinishOwn(item_of(j), ranks[j], taken, own[j]);
+          int32_t id;
+          Pick(ids, j, id);
+          FinishOwn(item_of(j), RanksOfWarp(experts.RankOf(id), num_ranks),
+                    taken, [&](Units& units) { Pick(own, j, units); });
         });
   }
 }
@@ -491,7 +503,8 @@ __device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
     Units units;
     sum.Round(units);
     if (now.receives) {
-      FinishOwn(item, ranks, words, units);
+      FinishOwn(item, ranks, words,
+                [&](Units& own) { memcpy(&own, &units, sizeof(Units)); });
     } else if (any) {
       Push(item, units);
     }
@@ -517,7 +530,7 @@ __device__ void Combiner<T, kWide, kByExpert>::Run() const {
 template <typename T, bool kWide, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, "low_latency_combine",
+  Window window(launch.params.base, launch.offsets, "low_latency_combine",
                 WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
@@ -560,6 +573,7 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   if (status != cudaSuccess) return status;
   const Launch launch = {
       .params = params,
+      .offsets = WindowOffsets(base.layout, WindowKind::kCombine),
       .experts = Experts(base.num_experts, num_ranks),
       .roles = roles,
       .num_chunks = num_chunks,

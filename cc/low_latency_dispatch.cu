@@ -35,6 +35,7 @@ constexpr int32_t kKeptPlaces = 1024;
 
 struct Launch {
   LowLatencyDispatchParams params;
+  WindowOffsets offsets;
   Experts experts;
   Roles roles;
   int32_t num_chunks;  // of a row
@@ -242,16 +243,21 @@ __device__ void Dispatcher<Source, kByExpert>::SendItems(
     // While the rows are on their way here.
     if (!begun) begin();
     begun = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * step >= end) continue;
+    // One piece of code for all: what is not in the instruction cache yet costs
+    // more than a copy in registers.
+#pragma unroll 1
+    for (int j = 0; j < kBatch && base + j * step < end; ++j) {
+      int32_t id;
+      Pick(ids, j, id);
       const uint64_t own = uint64_t{1} << me;
-      uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+      uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
       if (kByExpert) ranks &= ~own;
       if (ranks == 0) continue;
       const Item item = OwnItem(base + j * step);
+      Chunk chunk;
+      Pick(chunks, j, chunk);
       Units units;
-      Source::Finish(chunks[j], units);
+      Source::Finish(chunk, units);
       SendItem(item, ranks & ~own, units);
       if (kByExpert || (ranks & own) == 0) continue;
       Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
@@ -306,8 +312,11 @@ template <typename Begin, typename Ready>
 __device__ void Dispatcher<Source, kByExpert>::MoveOwn(
     int32_t first, int32_t end, const Begin& begin, const Ready& ready,
     const Places& places) const {
-  constexpr int kBatch = Source::kInFlight;
+  constexpr int kBatch = Source::kHeld;
   const uint64_t others = ~(uint64_t{1} << me);
+  const int32_t second = first + warp + kBatch * kWorkWarps;
+  const bool sends_more = launch.sends_share && num_ranks > 1 && second < end;
+  if (sends_more) SendItems(second, kWorkWarps, end, begin);
   bool is_ready = false;
   for (int32_t base = first + warp; base < end || !is_ready;
        base += kBatch * kWorkWarps) {
@@ -321,29 +330,32 @@ __device__ void Dispatcher<Source, kByExpert>::MoveOwn(
       Load(item, chunks[j]);
     }
     // While the rows are on their way here.
-    if (!is_ready) begin();
-    Units units[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps >= end) continue;
-      const uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+    if (!is_ready && !sends_more) begin();
+#pragma unroll 1
+    for (int j = 0; j < kBatch && base + j * kWorkWarps < end; ++j) {
+      int32_t id;
+      Pick(ids, j, id);
+      const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
       if (ranks == 0) continue;
-      Source::Finish(chunks[j], units[j]);
+      Chunk chunk;
+      Pick(chunks, j, chunk);
+      Units finished;
+      Source::Finish(chunk, finished);
+      Source::Hold(finished, chunk);
+      Put(chunks, j, chunk);
       if (is_ready || !launch.sends_share) continue;
-      SendItem(OwnItem(base + j * kWorkWarps), ranks & others, units[j]);
+      SendItem(OwnItem(base + j * kWorkWarps), ranks & others, finished);
     }
-    if (!is_ready) {
-      if (launch.sends_share && num_ranks > 1) {
-        SendItems(base + kBatch * kWorkWarps, kWorkWarps, end, [] {});
-      }
-      ready();
-    }
+    if (!is_ready) ready();
     is_ready = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps >= end) continue;
+#pragma unroll 1
+    for (int j = 0; j < kBatch && base + j * kWorkWarps < end; ++j) {
       const Item item = OwnItem(base + j * kWorkWarps);
-      Deliver(item, PlaceAt(item, places), units[j]);
+      Chunk chunk;
+      Pick(chunks, j, chunk);
+      Units finished;
+      Source::Held(chunk, finished);
+      Deliver(item, PlaceAt(item, places), finished);
     }
   }
 }
@@ -387,30 +399,24 @@ __device__ void Dispatcher<Source, kByExpert>::Receive(
           "the ids");
       __syncwarp();
     }
-    int32_t place[kBatch];
     uint32_t missing = 0;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (base + j * count >= num_items) continue;
-      const Item item = item_of(j);
-      if constexpr (kByExpert) {
-        place[j] = PlaceAt(item, places);
-      } else {
-        // The first lane has the row's place, if it comes here.
-        const auto id = static_cast<int32_t>(looked[j]);
-        const bool comes = __any_sync(kAllLanes, experts.LocalOn(me, id) >= 0);
-        place[j] = lane == 0 && comes
-                       ? item.source * params.base.stride + item.token
-                       : -1;
-      }
-      if (__any_sync(kAllLanes, place[j] >= 0)) missing |= 1u << j;
+      const int32_t here =
+          kByExpert ? PlaceAt(item_of(j), places)
+                    : experts.LocalOn(me, static_cast<int32_t>(looked[j]));
+      if (__any_sync(kAllLanes, here >= 0)) missing |= 1u << j;
     }
-    TakeAsTheyCome<Protocol>(window, missing, words, chunk_of,
-                             [&](int j, const Units& taken) {
-                               Units units;
-                               Protocol::Unpack(lane, taken, units);
-                               Deliver(item_of(j), place[j], units);
-                             });
+    TakeAsTheyCome<Protocol>(
+        window, missing, words, chunk_of, [&](int j, const Units& taken) {
+          const Item item = item_of(j);
+          const int32_t fixed =
+              lane == 0 ? item.source * params.base.stride + item.token : -1;
+          Units units;
+          Protocol::Unpack(lane, taken, units);
+          Deliver(item, kByExpert ? PlaceAt(item, places) : fixed, units);
+        });
   }
 }
 
@@ -499,15 +505,16 @@ __device__ void Dispatcher<Source, kByExpert>::CountIds(int32_t begin,
     }
     WaitWords(window, words, word_of, "the ids");
     __syncwarp();
-#pragma unroll
-    for (int j = 0; j < kLooks; ++j) {
+#pragma unroll 1
+    for (int j = 0; j < kLooks && base + j * step < rows; ++j) {
       const int32_t row = base + j * step + in_warp;
-      if (base + j * step >= rows) break;
+      uint64_t word;
+      Pick(words, j, word);
       int32_t local = -1, source = 0, token = 0;
       if (used && row < rows) {
         source = launch.by_tokens.Divide(row);
         token = row - source * num_tokens;
-        local = experts.LocalOn(me, static_cast<int32_t>(words[j]));
+        local = experts.LocalOn(me, static_cast<int32_t>(word));
         if (token >= begin && token < end) {
           places.Of(source, token, top_k)[k] = local;
         }
@@ -639,7 +646,7 @@ __device__ void Dispatcher<Source, kByExpert>::Run() const {
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, "low_latency_dispatch",
+  Window window(launch.params.base, launch.offsets, "low_latency_dispatch",
                 WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
@@ -721,6 +728,7 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
   const Launch launch = {
       .params = params,
+      .offsets = WindowOffsets(base.layout, WindowKind::kDispatch),
       .experts = Experts(base.num_experts, num_ranks),
       .roles = roles,
       .num_chunks = num_chunks,

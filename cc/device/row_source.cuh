@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cc/device/window.cuh"
 
@@ -23,6 +24,8 @@ struct Plain {
   // Chunks that a warp has in flight: 128 rows of 14 KB are so many for each of
   // the warps of 24 blocks.
   static constexpr int kInFlight = 5;
+  // Those that it still has when they are sent: as many for 32 blocks.
+  static constexpr int kHeld = 4;
   struct Chunk {
     Units units;
   };
@@ -36,8 +39,16 @@ struct Plain {
   }
   static __device__ __forceinline__ void Finish(const Chunk& chunk,
                                                 Units& units) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) units[i] = chunk.units[i];
+    memcpy(&units, &chunk.units, sizeof(Units));
+  }
+  // Keeps the finished units in the chunk's registers, and gives them back.
+  static __device__ __forceinline__ void Hold(const Units& units,
+                                              Chunk& chunk) {
+    memcpy(&chunk.units, &units, sizeof(Units));
+  }
+  static __device__ __forceinline__ void Held(const Chunk& chunk,
+                                              Units& units) {
+    memcpy(&units, &chunk.units, sizeof(Units));
   }
 };
 
@@ -66,6 +77,7 @@ struct Quantized {
   static constexpr int kColumns = 16;
   static constexpr int kVectors = kColumns * sizeof(T) / 16;
   static constexpr int kInFlight = kVectors == 2 ? 3 : 2;
+  static constexpr int kHeld = kVectors == 2 ? 3 : 2;
   struct Chunk {
     uint4 in[kPerLane][kVectors];
   };
@@ -86,6 +98,15 @@ struct Quantized {
         }
       }
     }
+  }
+
+  static __device__ __forceinline__ void Hold(const Units& units,
+                                              Chunk& chunk) {
+    for (int i = 0; i < kPerLane; ++i) chunk.in[i][0] = units[i];
+  }
+  static __device__ __forceinline__ void Held(const Chunk& chunk,
+                                              Units& units) {
+    for (int i = 0; i < kPerLane; ++i) units[i] = chunk.in[i][0];
   }
 
   static __device__ __forceinline__ uint4 Quantize(const uint4 (&in)[kVectors],

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #include "cc/device/ptx.cuh"
 #include "cc/device/rows.cuh"
@@ -36,27 +37,69 @@ inline constexpr int kWindowThreads = kWorkThreads + kWarpSize;
 inline constexpr int kEpochBarrier = 1;
 inline constexpr int kWorkBarrier = 2;
 
-// Division of numbers below 2^32 by one that the host knows.
+// Division of numbers below 2^31 by one that the host knows.
 class Divisor {
  public:
   Divisor() = default;
-  __host__ __device__ explicit Divisor(uint32_t divisor)
-      : divisor_(divisor),
-        reciprocal_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
-
-  __device__ uint32_t Divide(uint32_t n) const {
-    return divisor_ > 1 ? static_cast<uint32_t>(__umul64hi(n, reciprocal_)) : n;
+  __host__ __device__ explicit Divisor(uint32_t divisor) : shift_(31) {
+    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
+    const uint64_t power = uint64_t{1} << shift_;
+    multiplier_ = static_cast<uint32_t>((power + divisor - 1) / divisor);
   }
-  __device__ uint32_t divisor() const { return divisor_; }
+
+  __device__ int32_t Divide(int32_t n) const {
+    return static_cast<int32_t>(
+        uint64_t{static_cast<uint32_t>(n)} * multiplier_ >> shift_);
+  }
 
  private:
-  uint32_t divisor_;
-  uint64_t reciprocal_;  // ceil(2^64 / divisor)
+  uint32_t multiplier_;  // ceil(2^shift / divisor)
+  uint32_t shift_;       // 31 + ceil(log2(divisor))
+};
+
+// Copies one of a warp's values, which are in registers: their indices have to
+// be known when this is compiled, j is not.
+template <typename Value, int kBatch>
+__device__ __forceinline__ void Pick(const Value (&all)[kBatch], int32_t j,
+                                     Value& one) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    if (i == j) memcpy(&one, &all[i], sizeof(Value));
+  }
+}
+template <typename Value, int kBatch>
+__device__ __forceinline__ void Put(Value (&all)[kBatch], int32_t j,
+                                    const Value& one) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    if (i == j) memcpy(&all[i], &one, sizeof(Value));
+  }
+}
+
+// Where the windows of a kind stand in a rank's memory, worked out on the host.
+struct WindowOffsets {
+  // By parity of the epoch.
+  int64_t rows[2];
+  int64_t words[2];
+  int64_t weights[2];
+  int32_t max_tokens;
+  int32_t row_bytes;
+
+  WindowOffsets(const LowLatencyLayout& layout, WindowKind kind)
+      : max_tokens(static_cast<int32_t>(layout.max_tokens)),
+        row_bytes(static_cast<int32_t>(layout.row_bytes)) {
+    for (uint32_t parity = 0; parity < 2; ++parity) {
+      rows[parity] = layout.rows(kind, parity);
+      words[parity] = layout.words(kind, parity);
+      weights[parity] = layout.weights(parity);
+    }
+  }
 };
 
 // One operation's windows of all ranks.
 struct Window {
   const LowLatencyParams& params;
+  const WindowOffsets& offsets;
   const char* name;  // of the operation, for messages
   WindowKind kind;
   uint32_t before;  // the epoch of the operation before
@@ -64,9 +107,9 @@ struct Window {
   uint32_t parity;
 
   // All threads of a block construct it first of all.
-  __device__ Window(const LowLatencyParams& p, const char* operation_name,
-                    WindowKind window_kind)
-      : params(p), name(operation_name), kind(window_kind) {
+  __device__ Window(const LowLatencyParams& p, const WindowOffsets& o,
+                    const char* operation_name, WindowKind window_kind)
+      : params(p), offsets(o), name(operation_name), kind(window_kind) {
     before = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
   }
   // Waits for the epoch; until then there is none.
@@ -100,21 +143,19 @@ struct Window {
   }
   // Words [T * K]: ids in dispatch, weights in combine.
   __device__ uint64_t* Words(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(
-               At(owner, params.layout.words(kind, parity))) +
-           from * params.layout.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(At(owner, offsets.words[parity])) +
+           from * offsets.max_tokens * kMaxTopK;
   }
   // The router's weights, of dispatch.
   __device__ uint64_t* Weights(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(
-               At(owner, params.layout.weights(parity))) +
-           from * params.layout.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(At(owner, offsets.weights[parity])) +
+           from * offsets.max_tokens * kMaxTopK;
   }
   __device__ std::byte* Chunk(int32_t owner, int32_t from, int32_t token,
                               int32_t chunk) const {
-    return At(owner, params.layout.rows(kind, parity)) +
-           (from * params.layout.max_tokens + token) * params.layout.row_bytes +
-           chunk * LowLatencyLayout::kChunkBytes;
+    return At(owner, offsets.rows[parity]) +
+           int64_t{from * offsets.max_tokens + token} * offsets.row_bytes +
+           chunk * int32_t{LowLatencyLayout::kChunkBytes};
   }
 };
 
@@ -498,12 +539,22 @@ __device__ __forceinline__ void TakeAsTheyCome(const Window& window,
                                                const Take& take) {
   Patience patience = {"the rows", 0};
   while (true) {
+    uint32_t come = 0;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if ((missing >> j & 1) == 0) continue;
-      if (!HasCome<Protocol>(window, words[j], chunk_of(j).left)) continue;
-      take(j, words[j]);
-      missing &= ~(1u << j);
+      if (HasCome<Protocol>(window, words[j], chunk_of(j).left))
+        come |= 1u << j;
+    }
+    missing &= ~come;
+    // One piece of code for all: what is not in the instruction cache yet costs
+    // more than a copy in registers.
+#pragma unroll 1
+    for (; come != 0; come &= come - 1) {
+      const int32_t j = __ffs(come) - 1;
+      Units taken;
+      Pick(words, j, taken);
+      take(j, taken);
     }
     if (missing == 0) return;
     // What the eighth lane has seen instead of the epoch.
