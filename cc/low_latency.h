@@ -14,6 +14,7 @@
 
 #include "cc/element.h"
 #include "cc/low_latency_layout.h"
+#include "cc/ops.h"
 #include "cc/peer_view.h"
 
 namespace jax_ep {
@@ -55,8 +56,15 @@ struct LowLatencyCombineParams {
   std::byte* out = nullptr;             // [T, H]
 };
 
-// Experts of all ranks at most in the layout by expert: a block counts them.
+// Experts of all ranks at most in the layout by expert: a block counts them in
+// shared memory.
 inline constexpr int32_t kMaxCountedExperts = 4096;
+
+// Dynamic shared memory that their kernels may ask for. GPUs without bulk
+// copies and the shared memory for them have less.
+inline constexpr int32_t LowLatencySharedBytes(bool has_bulk) {
+  return has_bulk ? kBulkSharedBytes : 90 << 10;
+}
 
 cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
                                      cudaStream_t stream);

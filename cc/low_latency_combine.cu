@@ -34,17 +34,32 @@ struct Launch {
   Roles roles;
   int32_t num_chunks;  // of a row
   int32_t row_bytes;
+  int32_t shelf_chunks;  // of a warp, in shared memory
   Divisor by_chunks;
   Divisor by_peers;  // num_ranks - 1
 };
 
 // Parts of rows that a warp has in flight: as they are, sending and receiving;
-// and of sums over this rank's experts.
+// and at most, in shared memory, of sums over this rank's experts.
 constexpr int kSending = 5;
 constexpr int kReceiving = 4;
-constexpr int kSummedRows = 6;
+constexpr int kSummed = 12;
 
-template <typename T, bool kWide, bool kByExpert>
+// Waits for the oldest of a thread's groups of copies, behind which come
+// `later` younger ones, or for some more.
+__device__ __forceinline__ void WaitOldest(int32_t later) {
+  if (later >= kSummed - 1) {
+    ptx::WaitCopies<kSummed - 1>();
+  } else if (later >= 5) {
+    ptx::WaitCopies<5>();
+  } else if (later >= 2) {
+    ptx::WaitCopies<2>();
+  } else {
+    ptx::WaitCopies<0>();
+  }
+}
+
+template <typename T, bool kByExpert>
 struct Combiner {
   using Protocol = Lines;
   using Row = Elements<T, uint4>;
@@ -70,7 +85,7 @@ struct Combiner {
         num_ranks(w.num_ranks()),
         num_tokens(l.params.base.num_tokens),
         top_k(l.params.base.top_k),
-        num_units((l.row_bytes + 15) / 16),
+        num_units(l.row_bytes / 16),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
@@ -115,9 +130,8 @@ struct Combiner {
     }
   };
 
-  __device__ void LoadY(int32_t place, int32_t first, Units& units) const {
-    LoadRow<Protocol, kWide>(params.y + int64_t{place} * launch.row_bytes,
-                             first, num_units - first, launch.row_bytes, units);
+  __device__ const std::byte* RowOfY(int32_t place) const {
+    return params.y + int64_t{place} * launch.row_bytes;
   }
   // The places of a token's rows on this rank, lane k's that of its k-th id.
   __device__ int32_t PlaceOf(int32_t source, int32_t token) const {
@@ -174,14 +188,15 @@ struct Combiner {
   __device__ Step NextStep(Step step) const;
   __device__ Looked LookAtPlaces(const Step& step) const;
   __device__ void LookAtWeights(const Step& step, Looked& looked) const;
-  __device__ void SumByExpert() const;
+  __device__ void SumByExpert(const Shelf& shelf) const;
   template <typename Own>
   __device__ void FinishOwn(const Item& item, uint64_t ranks, Units& words,
                             const Own& own) const;
 
   __device__ void SendWeights() const;
   __device__ void SendByRank() const;
-  __device__ void ReceiveByRank() const;
+  __device__ void AskOwn(int32_t base, const Shelf& shelf) const;
+  __device__ void ReceiveByRank(const Shelf& shelf) const;
   __device__ void LookAtPeer(const Item& item, uint64_t ranks,
                              Units& words) const;
   __device__ void Run() const;
@@ -189,8 +204,8 @@ struct Combiner {
 
 // Begins; then sends each weight to the rank of its expert. One block for all:
 // another may have to wait for the multiprocessor of one that waits.
-template <typename T, bool kWide, bool kByExpert>
-__device__ void Combiner<T, kWide, kByExpert>::SendWeights() const {
+template <typename T, bool kByExpert>
+__device__ void Combiner<T, kByExpert>::SendWeights() const {
   constexpr int kBatch = 4;
   const int32_t pairs = num_tokens * top_k;
   bool begun = false;
@@ -219,8 +234,8 @@ __device__ void Combiner<T, kWide, kByExpert>::SendWeights() const {
 }
 
 // Rows of the peers' tokens as they are.
-template <typename T, bool kWide, bool kByExpert>
-__device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
+template <typename T, bool kByExpert>
+__device__ void Combiner<T, kByExpert>::SendByRank() const {
   const int32_t count = launch.roles.num_senders * kWorkWarps;
   const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
@@ -235,8 +250,8 @@ __device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
       if (base + j * count >= num_items) continue;
       const Item item = PeersItem(base + j * count);
       places[j] = PlaceOf(item.source, item.token);
-      LoadY(item.source * params.base.stride + item.token, item.first,
-            units[j]);
+      LoadRow<Protocol>(RowOfY(item.source * params.base.stride + item.token),
+                        item.first, num_units - item.first, units[j]);
     }
     if (!begun) HasEpoch(window);
     begun = true;
@@ -253,8 +268,8 @@ __device__ void Combiner<T, kWide, kByExpert>::SendByRank() const {
 }
 
 // A first look at the item's row of the first peer in `ranks`.
-template <typename T, bool kWide, bool kByExpert>
-__device__ __forceinline__ void Combiner<T, kWide, kByExpert>::LookAtPeer(
+template <typename T, bool kByExpert>
+__device__ __forceinline__ void Combiner<T, kByExpert>::LookAtPeer(
     const Item& item, uint64_t ranks, Units& words) const {
   ranks &= ~(uint64_t{1} << me);
   if (ranks == 0) return;
@@ -265,9 +280,9 @@ __device__ __forceinline__ void Combiner<T, kWide, kByExpert>::LookAtPeer(
 
 // The sum over ranks of an item of an own token; own(units) gives what this
 // rank has of it. `words` are a first look at the first peer's.
-template <typename T, bool kWide, bool kByExpert>
+template <typename T, bool kByExpert>
 template <typename Own>
-__device__ __forceinline__ void Combiner<T, kWide, kByExpert>::FinishOwn(
+__device__ __forceinline__ void Combiner<T, kByExpert>::FinishOwn(
     const Item& item, uint64_t ranks, Units& words, const Own& own) const {
   const int32_t left = num_units - item.first;
   Sum sum;
@@ -287,12 +302,31 @@ __device__ __forceinline__ void Combiner<T, kWide, kByExpert>::FinishOwn(
   }
   Units units;
   sum.Round(units);
-  StoreRow<Protocol, kWide>(params.out + int64_t{item.token} * launch.row_bytes,
-                            item.first, left, launch.row_bytes, units);
+  StoreRow<Protocol>(params.out + int64_t{item.token} * launch.row_bytes,
+                     item.first, left, units);
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
+// Asks for this rank's own rows of the receiving items from the base-th of each
+// warp on: what they hold is used where ids say so.
+template <typename T, bool kByExpert>
+__device__ __forceinline__ void Combiner<T, kByExpert>::AskOwn(
+    int32_t base, const Shelf& shelf) const {
+  const int32_t blocks = launch.roles.num_receivers();
+  const int32_t count = blocks * kWorkWarps;
+  base += warp * blocks + launch.roles.receiver();
+#pragma unroll 1
+  for (int32_t j = 0; j < kReceiving; ++j) {
+    const int32_t i = base + j * count;
+    if (i >= num_tokens * launch.num_chunks) return;
+    const Item item = ItemOf({i, true, true});
+    shelf.Ask<Protocol>(j, RowOfY(me * params.base.stride + item.token),
+                        item.first, num_units - item.first);
+  }
+}
+
+template <typename T, bool kByExpert>
+__device__ void Combiner<T, kByExpert>::ReceiveByRank(
+    const Shelf& shelf) const {
   constexpr int kBatch = kReceiving;
   const int32_t blocks = launch.roles.num_receivers();
   const int32_t index = warp * blocks + launch.roles.receiver();
@@ -317,7 +351,7 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
       return ItemOf({base + j * count, true, true});
     };
     int32_t ids[kBatch];
-    Units words[kBatch], own[kBatch];
+    Units words[kBatch];
     uint32_t missing = 0;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -327,12 +361,11 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
       const Item item = item_of(j);
       missing |= 1u << j;
       LookAtPeer(item, ranks, words[j]);
-      if (ranks >> me & 1) {
-        LoadY(me * params.base.stride + item.token, item.first, own[j]);
-      }
     }
+    if (base != index) AskOwn(base - index, shelf);
     // Of the next items, while these ones' rows are on their way.
     load_ids(base + kBatch * count, next_ids);
+    ptx::WaitCopies<0>();
     TakeAsTheyCome<Protocol>(
         window, missing, words,
         [&](int j) -> Awaited {
@@ -348,7 +381,7 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
           int32_t id;
           Pick(ids, j, id);
           FinishOwn(item_of(j), RanksOfWarp(experts.RankOf(id), num_ranks),
-                    taken, [&](Units& units) { Pick(own, j, units); });
+                    taken, [&](Units& own) { shelf.Get(j, own); });
         });
   }
 }
@@ -358,9 +391,9 @@ __device__ void Combiner<T, kWide, kByExpert>::ReceiveByRank() const {
 // many in flight as it can hold: with the last rows of one step on their way it
 // asks for those of the next.
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kWide, kByExpert>::Step
-Combiner<T, kWide, kByExpert>::FirstStep() const {
+template <typename T, bool kByExpert>
+__device__ __forceinline__ typename Combiner<T, kByExpert>::Step
+Combiner<T, kByExpert>::FirstStep() const {
   Step step = {
       static_cast<int32_t>(warp * launch.roles.num_senders + blockIdx.x), false,
       true};
@@ -373,9 +406,9 @@ Combiner<T, kWide, kByExpert>::FirstStep() const {
   return step;
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kWide, kByExpert>::Step
-Combiner<T, kWide, kByExpert>::NextStep(Step step) const {
+template <typename T, bool kByExpert>
+__device__ __forceinline__ typename Combiner<T, kByExpert>::Step
+Combiner<T, kByExpert>::NextStep(Step step) const {
   if (!step.exists) return step;
   if (!step.receives) {
     step.i += launch.roles.num_senders * kWorkWarps;
@@ -389,9 +422,9 @@ Combiner<T, kWide, kByExpert>::NextStep(Step step) const {
   return step;
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kWide, kByExpert>::Looked
-Combiner<T, kWide, kByExpert>::LookAtPlaces(const Step& step) const {
+template <typename T, bool kByExpert>
+__device__ __forceinline__ typename Combiner<T, kByExpert>::Looked
+Combiner<T, kByExpert>::LookAtPlaces(const Step& step) const {
   Looked looked = {-1, -1, 0};
   if (!step.exists || lane >= top_k) return looked;
   const Item item = ItemOf(step);
@@ -402,8 +435,8 @@ Combiner<T, kWide, kByExpert>::LookAtPlaces(const Step& step) const {
   return looked;
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ __forceinline__ void Combiner<T, kWide, kByExpert>::LookAtWeights(
+template <typename T, bool kByExpert>
+__device__ __forceinline__ void Combiner<T, kByExpert>::LookAtWeights(
     const Step& step, Looked& looked) const {
   if (!step.exists || lane >= top_k) return;
   const Item item = ItemOf(step);
@@ -413,9 +446,10 @@ __device__ __forceinline__ void Combiner<T, kWide, kByExpert>::LookAtWeights(
                       : ptx::LoadRelaxedSys(WeightWord(item));
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
-  constexpr int kRows = kSummedRows;
+template <typename T, bool kByExpert>
+__device__ void Combiner<T, kByExpert>::SumByExpert(const Shelf& shelf) const {
+  const int32_t depth = launch.shelf_chunks;
+
   // Rows of `now` are added, some of `next` may have been asked for, and of
   // `then` places and weights.
   Step now = FirstStep();
@@ -430,8 +464,8 @@ __device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
   LookAtWeights(now, of_now);
   LookAtWeights(next, of_next);
 
-  // The ring of rows in flight. `load` tells of what is to be asked for next.
-  Units rows[kRows];
+  // The shelf is a ring of rows in flight. `load` tells of what is to be asked
+  // for next.
   int32_t first_row = 0, num_rows = 0;
   struct {
     int32_t place;
@@ -456,18 +490,15 @@ __device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
         __shfl_sync(kAllLanes, load.place, __ffs(load.left) - 1);
     load.left &= load.left - 1;
     int32_t at = first_row + num_rows;
-    if (at >= kRows) at -= kRows;
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      if (j == at) LoadY(place, load.first, rows[j]);
-    }
+    if (at >= depth) at -= depth;
+    shelf.Ask<Protocol>(at, RowOfY(place), load.first, num_units - load.first);
     ++num_rows;
     return true;
   };
 
   if (now.exists) load_of(now, of_now);
   while (now.exists) {
-    while (num_rows < kRows && load_row()) {
+    while (num_rows < depth && load_row()) {
     }
     const Step then = NextStep(next);
     Looked of_then = LookAtPlaces(then);
@@ -492,12 +523,12 @@ __device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
     sum.Begin(false);
     for (; left != 0; left &= left - 1) {
       const float of_row = __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        if (j == first_row) sum.AddTimes(of_row, rows[j]);
-      }
-      first_row = first_row + 1 == kRows ? 0 : first_row + 1;
       --num_rows;
+      WaitOldest(num_rows);
+      Units row;
+      shelf.Get(first_row, row);
+      sum.AddTimes(of_row, row);
+      first_row = first_row + 1 == depth ? 0 : first_row + 1;
       load_row();
     }
     Units units;
@@ -517,17 +548,21 @@ __device__ void Combiner<T, kWide, kByExpert>::SumByExpert() const {
   }
 }
 
-template <typename T, bool kWide, bool kByExpert>
-__device__ void Combiner<T, kWide, kByExpert>::Run() const {
+template <typename T, bool kByExpert>
+__device__ void Combiner<T, kByExpert>::Run() const {
+  extern __shared__ uint4 shared_units[];
+  const Shelf shelf(reinterpret_cast<std::byte*>(shared_units),
+                    launch.shelf_chunks);
   if constexpr (kByExpert) {
-    SumByExpert();
+    SumByExpert(shelf);
   } else {
+    if (launch.roles.Receives()) AskOwn(0, shelf);
     if (launch.roles.Sends()) SendByRank();
-    if (launch.roles.Receives()) ReceiveByRank();
+    if (launch.roles.Receives()) ReceiveByRank(shelf);
   }
 }
 
-template <typename T, bool kWide, bool kByExpert>
+template <typename T, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
   Window window(launch.params.base, launch.offsets, "low_latency_combine",
@@ -535,20 +570,17 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
   }
-  Combiner<T, kWide, kByExpert>(launch, window).Run();
+  Combiner<T, kByExpert>(launch, window).Run();
   WarpDone(window);
 }
 
 using Kernel = void (*)(Launch);
 
-// The kernels by number: two for each layout, two of those for each element.
+// The kernels by number: two for each element, by rank and by expert.
 constexpr Kernel kKernels[] = {
-    &CombineKernel<Bf16, false, false>,  &CombineKernel<Bf16, true, false>,
-    &CombineKernel<Bf16, false, true>,   &CombineKernel<Bf16, true, true>,
-    &CombineKernel<F16, false, false>,   &CombineKernel<F16, true, false>,
-    &CombineKernel<F16, false, true>,    &CombineKernel<F16, true, true>,
-    &CombineKernel<float, false, false>, &CombineKernel<float, true, false>,
-    &CombineKernel<float, false, true>,  &CombineKernel<float, true, true>,
+    &CombineKernel<Bf16, false>,  &CombineKernel<Bf16, true>,
+    &CombineKernel<F16, false>,   &CombineKernel<F16, true>,
+    &CombineKernel<float, false>, &CombineKernel<float, true>,
 };
 
 }  // namespace
@@ -558,19 +590,24 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   const LowLatencyParams& base = params.base;
   const int32_t num_ranks = base.op.view.num_ranks;
   const int32_t row_bytes = base.hidden * ElementBytes(base.element);
-  const bool wide = (reinterpret_cast<uint64_t>(params.y) |
-                     reinterpret_cast<uint64_t>(params.out) |
-                     static_cast<uint64_t>(row_bytes)) %
-                        16 ==
-                    0;
+  const uint64_t bits = reinterpret_cast<uint64_t>(params.y) |
+                        reinterpret_cast<uint64_t>(params.out) |
+                        static_cast<uint64_t>(row_bytes);
+  if (bits % 16 != 0) return cudaErrorMisalignedAddress;
   const int32_t num_chunks =
-      ((row_bytes + 15) / 16 + Lines::kUnits - 1) / Lines::kUnits;
+      (row_bytes / 16 + Lines::kUnits - 1) / Lines::kUnits;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
   Roles roles;
   const cudaError_t status =
       Roles::Of(blocks, base.by_expert ? 16 : 10, &roles);
   if (status != cudaSuccess) return status;
+  constexpr int32_t kOneOfEach = kWorkWarps * LowLatencyLayout::kChunkBytes;
+  const int32_t shelf_chunks =
+      base.by_expert
+          ? std::min(kSummed,
+                     LowLatencySharedBytes(base.op.view.has_bulk) / kOneOfEach)
+          : kReceiving;
   const Launch launch = {
       .params = params,
       .offsets = WindowOffsets(base.layout, WindowKind::kCombine),
@@ -578,14 +615,16 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
       .roles = roles,
       .num_chunks = num_chunks,
       .row_bytes = row_bytes,
+      .shelf_chunks = shelf_chunks,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
   };
   const int32_t element = base.element == Element::kBf16  ? 0
                           : base.element == Element::kF16 ? 1
                                                           : 2;
-  kKernels[4 * element + 2 * base.by_expert +
-           wide]<<<blocks, kWindowThreads, 0, stream>>>(launch);
+  kKernels[2 * element + base.by_expert]<<<blocks, kWindowThreads,
+                                           shelf_chunks * kOneOfEach, stream>>>(
+      launch);
   return cudaPeekAtLastError();
 }
 

@@ -47,6 +47,10 @@ struct Launch {
   int32_t share;
   bool keeps_places;
   bool sends_share;
+  // Then in shared memory: chunks of own rows, of each warp, and where they
+  // begin; before them the counters of rows and the places.
+  int32_t shelf_chunks;
+  int32_t shelf_offset;
   Divisor by_chunks;
   Divisor by_peers;   // num_ranks - 1
   Divisor by_tokens;  // T
@@ -58,7 +62,6 @@ template <typename Source, bool kByExpert>
 struct Dispatcher {
   using Protocol = typename Source::Protocol;
   using Chunk = typename Source::Chunk;
-  static constexpr bool kWide = Source::kWide;
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
@@ -81,7 +84,7 @@ struct Dispatcher {
         num_ranks(w.num_ranks()),
         num_tokens(l.params.base.num_tokens),
         top_k(l.params.base.top_k),
-        num_units((l.row_bytes + 15) / 16),
+        num_units(l.row_bytes / 16),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
@@ -143,16 +146,16 @@ struct Dispatcher {
   __device__ Small SmallOf(int32_t i) const;
   __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
   __device__ int32_t SendingThread() const;
-  __device__ void Load(const Item& item, Chunk& chunk) const;
   __device__ void SendItem(const Item& item, uint64_t ranks,
                            const Units& units) const;
-  template <typename Begin>
-  __device__ void SendItems(int32_t first, int32_t step, int32_t end,
-                            const Begin& begin) const;
+  template <typename Begin, typename Take>
+  __device__ void TakeOwn(int32_t first, int32_t step, int32_t end,
+                          const Begin& begin, const Take& take) const;
   __device__ void Send() const;
   template <typename Begin, typename Ready>
-  __device__ void MoveOwn(int32_t first, int32_t end, const Begin& begin,
-                          const Ready& ready, const Places& places) const;
+  __device__ void MoveOwn(int32_t first, int32_t end, const Shelf& shelf,
+                          const Begin& begin, const Ready& ready,
+                          const Places& places) const;
   __device__ void Receive(int32_t index, int32_t count, int32_t begin,
                           int32_t num_items, const Places& places) const;
   __device__ void Deliver(const Item& item, int32_t place,
@@ -215,19 +218,14 @@ __device__ int32_t Dispatcher<Source, kByExpert>::SendingThread() const {
   return (warp * launch.roles.num_senders + blockIdx.x) * kWarpSize + lane;
 }
 
+// Calls take(i, ranks, units) for every step-th of this rank's items from
+// `first` on that goes to some rank. begin() is called once, when the first
+// ones have been asked for.
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Load(const Item& item,
-                                                    Chunk& chunk) const {
-  Source::Load(params.x + int64_t{item.token} * launch.x_bytes, launch.x_bytes,
-               item.first, item.left, chunk);
-}
-
-// Sends every step-th of this rank's items from `first` on. begin() is called
-// when the first ones have been asked for.
-template <typename Source, bool kByExpert>
-template <typename Begin>
-__device__ void Dispatcher<Source, kByExpert>::SendItems(
-    int32_t first, int32_t step, int32_t end, const Begin& begin) const {
+template <typename Begin, typename Take>
+__device__ __forceinline__ void Dispatcher<Source, kByExpert>::TakeOwn(
+    int32_t first, int32_t step, int32_t end, const Begin& begin,
+    const Take& take) const {
   constexpr int kBatch = Source::kInFlight;
   bool begun = false;
   for (int32_t base = first; base < end || !begun; base += kBatch * step) {
@@ -238,7 +236,8 @@ __device__ void Dispatcher<Source, kByExpert>::SendItems(
       if (base + j * step >= end) continue;
       const Item item = OwnItem(base + j * step);
       ids[j] = OwnId(item.token);
-      Load(item, chunks[j]);
+      Source::Load(params.x + int64_t{item.token} * launch.x_bytes, item.first,
+                   item.left, chunks[j]);
     }
     // While the rows are on their way here.
     if (!begun) begin();
@@ -249,19 +248,13 @@ __device__ void Dispatcher<Source, kByExpert>::SendItems(
     for (int j = 0; j < kBatch && base + j * step < end; ++j) {
       int32_t id;
       Pick(ids, j, id);
-      const uint64_t own = uint64_t{1} << me;
-      uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
-      if (kByExpert) ranks &= ~own;
+      const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
       if (ranks == 0) continue;
-      const Item item = OwnItem(base + j * step);
       Chunk chunk;
       Pick(chunks, j, chunk);
       Units units;
       Source::Finish(chunk, units);
-      SendItem(item, ranks & ~own, units);
-      if (kByExpert || (ranks & own) == 0) continue;
-      Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
-              units);
+      take(base + j * step, ranks, units);
     }
   }
 }
@@ -274,10 +267,19 @@ __device__ void Dispatcher<Source, kByExpert>::Send() const {
   // What others wait for longest is asked for first.
   const int32_t thread = SendingThread();
   const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
-  SendItems(thread / kWarpSize, count, num_items, [&] {
+  const auto begin = [&] {
     HasEpoch(window);
     SendSmall(thread, count * kWarpSize, small);
-  });
+  };
+  TakeOwn(thread / kWarpSize, count, num_items, begin,
+          [&](int32_t i, uint64_t ranks, const Units& units) {
+            const uint64_t own = uint64_t{1} << me;
+            const Item item = OwnItem(i);
+            SendItem(item, ranks & ~own, units);
+            if (kByExpert || (ranks & own) == 0) return;
+            Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
+                    units);
+          });
 }
 
 // Stores a chunk in the rows at the lanes' places; -1: none.
@@ -287,8 +289,8 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
   for (uint32_t left = __ballot_sync(kAllLanes, place >= 0); left != 0;
        left &= left - 1) {
     const int64_t at = __shfl_sync(kAllLanes, place, __ffs(left) - 1);
-    StoreRow<Protocol, kWide>(params.rows + at * launch.row_bytes, item.first,
-                              item.left, launch.row_bytes, units);
+    StoreRow<Protocol>(params.rows + at * launch.row_bytes, item.first,
+                       item.left, units);
     if constexpr (Source::kScaled) {
       const int64_t num_scales = params.base.layout.num_scales;
       const int64_t first = item.chunk * Protocol::kScales;
@@ -305,59 +307,39 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
 
 // By expert: items [first, end) of this rank's own rows by the warps of a
 // block. begin() is called when the first ones have been asked for, and ready()
-// before they are stored at their places; where the block sends them too it has
-// sent all of them by then, and still has the first ones.
+// before they are stored at their places. Before that the block sends them,
+// where it does, and what there is room for waits on the shelf.
 template <typename Source, bool kByExpert>
 template <typename Begin, typename Ready>
 __device__ void Dispatcher<Source, kByExpert>::MoveOwn(
-    int32_t first, int32_t end, const Begin& begin, const Ready& ready,
-    const Places& places) const {
-  constexpr int kBatch = Source::kHeld;
-  const uint64_t others = ~(uint64_t{1} << me);
-  const int32_t second = first + warp + kBatch * kWorkWarps;
-  const bool sends_more = launch.sends_share && num_ranks > 1 && second < end;
-  if (sends_more) SendItems(second, kWorkWarps, end, begin);
-  bool is_ready = false;
-  for (int32_t base = first + warp; base < end || !is_ready;
-       base += kBatch * kWorkWarps) {
-    Chunk chunks[kBatch];
-    int32_t ids[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps >= end) continue;
-      const Item item = OwnItem(base + j * kWorkWarps);
-      ids[j] = OwnId(item.token);
-      Load(item, chunks[j]);
-    }
-    // While the rows are on their way here.
-    if (!is_ready && !sends_more) begin();
+    int32_t first, int32_t end, const Shelf& shelf, const Begin& begin,
+    const Ready& ready, const Places& places) const {
+  const int32_t mine = first + warp;
+  const int32_t kept_end = min(end, first + launch.shelf_chunks * kWorkWarps);
+  const bool sends = launch.sends_share && num_ranks > 1;
+  TakeOwn(mine, kWorkWarps, sends ? end : kept_end, begin,
+          [&](int32_t i, uint64_t ranks, const Units& units) {
+            if (i < kept_end) shelf.Put((i - first) / kWorkWarps, units);
+            if (sends) {
+              SendItem(OwnItem(i), ranks & ~(uint64_t{1} << me), units);
+            }
+          });
+  ready();
+  int32_t i = mine;
 #pragma unroll 1
-    for (int j = 0; j < kBatch && base + j * kWorkWarps < end; ++j) {
-      int32_t id;
-      Pick(ids, j, id);
-      const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
-      if (ranks == 0) continue;
-      Chunk chunk;
-      Pick(chunks, j, chunk);
-      Units finished;
-      Source::Finish(chunk, finished);
-      Source::Hold(finished, chunk);
-      Put(chunks, j, chunk);
-      if (is_ready || !launch.sends_share) continue;
-      SendItem(OwnItem(base + j * kWorkWarps), ranks & others, finished);
-    }
-    if (!is_ready) ready();
-    is_ready = true;
-#pragma unroll 1
-    for (int j = 0; j < kBatch && base + j * kWorkWarps < end; ++j) {
-      const Item item = OwnItem(base + j * kWorkWarps);
-      Chunk chunk;
-      Pick(chunks, j, chunk);
-      Units finished;
-      Source::Held(chunk, finished);
-      Deliver(item, PlaceAt(item, places), finished);
-    }
+  for (; i < kept_end; i += kWorkWarps) {
+    const Item item = OwnItem(i);
+    Units units;
+    shelf.Get((i - first) / kWorkWarps, units);
+    Deliver(item, PlaceAt(item, places), units);
   }
+  if (i >= end) return;
+  TakeOwn(
+      i, kWorkWarps, end, [] {},
+      [&](int32_t other, uint64_t, const Units& units) {
+        const Item item = OwnItem(other);
+        Deliver(item, PlaceAt(item, places), units);
+      });
 }
 
 // Items of the peers' rows from own item `begin` on, every count-th.
@@ -582,9 +564,14 @@ __device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
-  __shared__ int32_t before[kMaxCountedExperts];
-  __shared__ int32_t total[kMaxCountedExperts];
-  __shared__ int32_t kept[kKeptPlaces];
+  // Counters for every rank and local expert, places, chunks.
+  extern __shared__ uint4 shared_units[];
+  int32_t* const before = reinterpret_cast<int32_t*>(shared_units);
+  int32_t* const total = before + num_ranks * experts.local_experts;
+  int32_t* const kept = total + num_ranks * experts.local_experts;
+  const Shelf shelf(
+      reinterpret_cast<std::byte*>(shared_units) + launch.shelf_offset,
+      launch.shelf_chunks);
   const int32_t block = launch.roles.receiver();
   // This block's items, and the tokens that they are of.
   const int32_t num_items = num_tokens * launch.num_chunks;
@@ -626,7 +613,7 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
     FindPlaces(begin, end, places, before);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
   };
-  MoveOwn(first, last, begin_all, count, places);
+  MoveOwn(first, last, shelf, begin_all, count, places);
   Receive(warp, kWorkWarps, first, (last - first) * (num_ranks - 1), places);
 }
 
@@ -657,36 +644,27 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 
 using Kernel = void (*)(Launch);
 
-// The kernels by number: two for each element, two of those for each layout.
+// The kernels by number: two for each kind of row, by rank and by expert.
 constexpr Kernel kKernels[] = {
-    &DispatchKernel<Plain<false>, false>,
-    &DispatchKernel<Plain<true>, false>,
-    &DispatchKernel<Plain<false>, true>,
-    &DispatchKernel<Plain<true>, true>,
-    &DispatchKernel<Quantized<Bf16, false>, false>,
-    &DispatchKernel<Quantized<Bf16, true>, false>,
-    &DispatchKernel<Quantized<Bf16, false>, true>,
-    &DispatchKernel<Quantized<Bf16, true>, true>,
-    &DispatchKernel<Quantized<F16, false>, false>,
-    &DispatchKernel<Quantized<F16, true>, false>,
-    &DispatchKernel<Quantized<F16, false>, true>,
-    &DispatchKernel<Quantized<F16, true>, true>,
-    &DispatchKernel<Quantized<float, false>, false>,
-    &DispatchKernel<Quantized<float, true>, false>,
-    &DispatchKernel<Quantized<float, false>, true>,
-    &DispatchKernel<Quantized<float, true>, true>,
+    &DispatchKernel<Plain, false>,
+    &DispatchKernel<Plain, true>,
+    &DispatchKernel<Quantized<Bf16>, false>,
+    &DispatchKernel<Quantized<Bf16>, true>,
+    &DispatchKernel<Quantized<F16>, false>,
+    &DispatchKernel<Quantized<F16>, true>,
+    &DispatchKernel<Quantized<float>, false>,
+    &DispatchKernel<Quantized<float>, true>,
 };
 
-int32_t KernelFor(const LowLatencyDispatchParams& params, bool wide) {
-  const int32_t within = 2 * params.base.by_expert + wide;
-  if (!params.quantize) return within;
+int32_t KernelFor(const LowLatencyDispatchParams& params) {
+  if (!params.quantize) return params.base.by_expert;
   switch (params.base.element) {
     case Element::kBf16:
-      return 4 + within;
+      return 2 + params.base.by_expert;
     case Element::kF16:
-      return 8 + within;
+      return 4 + params.base.by_expert;
     default:
-      return 12 + within;
+      return 6 + params.base.by_expert;
   }
 }
 
@@ -709,9 +687,9 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   const uint64_t bits = reinterpret_cast<uint64_t>(params.x) |
                         reinterpret_cast<uint64_t>(params.rows) |
                         static_cast<uint64_t>(x_bytes | row_bytes);
-  const bool wide = bits % 16 == 0;
+  if (bits % 16 != 0) return cudaErrorMisalignedAddress;
   const int32_t units = params.quantize ? ScaledLines::kUnits : Lines::kUnits;
-  const int32_t num_chunks = ((row_bytes + 15) / 16 + units - 1) / units;
+  const int32_t num_chunks = (row_bytes / 16 + units - 1) / units;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   Roles roles;
   const cudaError_t status = Roles::Of(blocks, SendersOf32(params), &roles);
@@ -726,6 +704,19 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       int64_t{num_ranks} * (share / num_chunks + 2) * base.top_k <= kKeptPlaces;
   // Whole tokens: in global memory places would meet ids of another block.
   if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
+  int32_t shared_bytes = 0, shelf_chunks = 0, shelf_offset = 0;
+  if (base.by_expert) {
+    const int32_t counters =
+        num_ranks * LocalExperts(base.num_experts, num_ranks);
+    shelf_offset =
+        (2 * counters + (keeps_places ? kKeptPlaces : 0) + 3) / 4 * 16;
+    constexpr int32_t kOneOfEach = kWorkWarps * LowLatencyLayout::kChunkBytes;
+    const int32_t room =
+        LowLatencySharedBytes(base.op.view.has_bulk) - shelf_offset;
+    shelf_chunks =
+        std::min((share + kWorkWarps - 1) / kWorkWarps, room / kOneOfEach);
+    shared_bytes = shelf_offset + shelf_chunks * kOneOfEach;
+  }
   const Launch launch = {
       .params = params,
       .offsets = WindowOffsets(base.layout, WindowKind::kDispatch),
@@ -737,13 +728,15 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       .share = share,
       .keeps_places = keeps_places,
       .sends_share = base.by_expert && roles.AllBoth(blocks),
+      .shelf_chunks = shelf_chunks,
+      .shelf_offset = shelf_offset,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
       .by_tokens = Divisor(base.num_tokens),
       .by_top_k = Divisor(base.top_k),
       .by_max_tokens = Divisor(base.stride),
   };
-  kKernels[KernelFor(params, wide)]<<<blocks, kWindowThreads, 0, stream>>>(
+  kKernels[KernelFor(params)]<<<blocks, kWindowThreads, shared_bytes, stream>>>(
       launch);
   return cudaPeekAtLastError();
 }

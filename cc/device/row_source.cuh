@@ -16,38 +16,24 @@
 
 namespace jax_ep {
 
-template <bool kWideRows>
 struct Plain {
   using Protocol = Lines;
-  static constexpr bool kWide = kWideRows;
   static constexpr bool kScaled = false;
   // Chunks that a warp has in flight: 128 rows of 14 KB are so many for each of
   // the warps of 24 blocks.
   static constexpr int kInFlight = 5;
-  // Those that it still has when they are sent: as many for 32 blocks.
-  static constexpr int kHeld = 4;
   struct Chunk {
     Units units;
   };
 
-  // Of the row at `row` of `row_bytes`, from unit `first` on, `left` units to
-  // its end.
+  // Of the row at `row`, from unit `first` on, `left` units to its end.
   static __device__ __forceinline__ void Load(const std::byte* row,
-                                              int64_t row_bytes, int32_t first,
-                                              int32_t left, Chunk& chunk) {
-    LoadRow<Protocol, kWide>(row, first, left, row_bytes, chunk.units);
+                                              int32_t first, int32_t left,
+                                              Chunk& chunk) {
+    LoadRow<Protocol>(row, first, left, chunk.units);
   }
   static __device__ __forceinline__ void Finish(const Chunk& chunk,
                                                 Units& units) {
-    memcpy(&units, &chunk.units, sizeof(Units));
-  }
-  // Keeps the finished units in the chunk's registers, and gives them back.
-  static __device__ __forceinline__ void Hold(const Units& units,
-                                              Chunk& chunk) {
-    memcpy(&chunk.units, &units, sizeof(Units));
-  }
-  static __device__ __forceinline__ void Held(const Chunk& chunk,
-                                              Units& units) {
     memcpy(&units, &chunk.units, sizeof(Units));
   }
 };
@@ -69,23 +55,22 @@ __device__ __forceinline__ float Quotient(float x, float scale,
 
 // Quantised as jax_ep.quantize_fp8 does it: eight neighbouring lanes hold the
 // 128 columns of a block, each of them one unit of 16.
-template <typename T, bool kWideRows>
+template <typename T>
 struct Quantized {
   using Protocol = ScaledLines;
-  static constexpr bool kWide = kWideRows;
   static constexpr bool kScaled = true;
   static constexpr int kColumns = 16;
   static constexpr int kVectors = kColumns * sizeof(T) / 16;
   static constexpr int kInFlight = kVectors == 2 ? 3 : 2;
-  static constexpr int kHeld = kVectors == 2 ? 3 : 2;
   struct Chunk {
     uint4 in[kPerLane][kVectors];
   };
 
   static __device__ __forceinline__ void Load(const std::byte* row,
-                                              int64_t row_bytes, int32_t first,
-                                              int32_t left, Chunk& chunk) {
+                                              int32_t first, int32_t left,
+                                              Chunk& chunk) {
     const int32_t lane = threadIdx.x % kWarpSize;
+    const uint4* from = reinterpret_cast<const uint4*>(row) + first * kVectors;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int32_t unit = i * kWarpSize + lane;
@@ -93,20 +78,10 @@ struct Quantized {
       for (int v = 0; v < kVectors; ++v) {
         chunk.in[i][v] = uint4{};
         if (unit < min(left, Protocol::kUnits)) {
-          chunk.in[i][v] =
-              LoadRowUnit<kWide>(row, (first + unit) * kVectors + v, row_bytes);
+          chunk.in[i][v] = LoadUnit(from + unit * kVectors + v);
         }
       }
     }
-  }
-
-  static __device__ __forceinline__ void Hold(const Units& units,
-                                              Chunk& chunk) {
-    for (int i = 0; i < kPerLane; ++i) chunk.in[i][0] = units[i];
-  }
-  static __device__ __forceinline__ void Held(const Chunk& chunk,
-                                              Units& units) {
-    for (int i = 0; i < kPerLane; ++i) units[i] = chunk.in[i][0];
   }
 
   static __device__ __forceinline__ uint4 Quantize(const uint4 (&in)[kVectors],

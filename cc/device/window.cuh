@@ -577,66 +577,72 @@ inline int32_t ElementBytes(Element element) {
 
 // Rows in XLA's buffers -------------------------------------------------------
 
-// Unit `unit` of a row, zeros behind its end. kWide: rows and their sizes are
-// multiples of 16 bytes.
-template <bool kWide>
-__device__ __forceinline__ uint4 LoadRowUnit(const std::byte* row, int32_t unit,
-                                             int64_t row_bytes) {
-  if constexpr (kWide) {
-    return LoadUnit(reinterpret_cast<const uint4*>(row) + unit);
-  } else {
-    uint32_t words[4] = {};
-    for (int i = 0; i < 16; ++i) {
-      const int64_t at = int64_t{unit} * 16 + i;
-      if (at < row_bytes) {
-        words[i / 4] |= static_cast<uint32_t>(row[at]) << i % 4 * 8;
-      }
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-}
-
-template <bool kWide>
-__device__ __forceinline__ void StoreRowUnit(std::byte* row, int32_t unit,
-                                             int64_t row_bytes, uint4 value) {
-  if constexpr (kWide) {
-    StoreUnit(reinterpret_cast<uint4*>(row) + unit, value);
-  } else {
-    const uint32_t words[4] = {value.x, value.y, value.z, value.w};
-    for (int i = 0; i < 16; ++i) {
-      const int64_t at = int64_t{unit} * 16 + i;
-      if (at < row_bytes) {
-        row[at] = static_cast<std::byte>(words[i / 4] >> i % 4 * 8);
-      }
-    }
-  }
-}
+// Rows and their sizes are multiples of 16 bytes.
 
 // The lane's units of a chunk that begins at unit `first` of a row.
-template <typename Protocol, bool kWide>
+template <typename Protocol>
 __device__ __forceinline__ void LoadRow(const std::byte* row, int32_t first,
-                                        int32_t left, int64_t row_bytes,
-                                        Units& u) {
+                                        int32_t left, Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
+  const uint4* from = reinterpret_cast<const uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
     u[i] = uint4{};
-    if (unit < left) u[i] = LoadRowUnit<kWide>(row, first + unit, row_bytes);
+    if (unit < left) u[i] = LoadUnit(from + unit);
   }
 }
 
-template <typename Protocol, bool kWide>
+template <typename Protocol>
 __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
-                                         int32_t left, int64_t row_bytes,
-                                         const Units& u) {
+                                         int32_t left, const Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
+  uint4* to = reinterpret_cast<uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
-    if (unit < left) StoreRowUnit<kWide>(row, first + unit, row_bytes, u[i]);
+    if (unit < left) StoreUnit(to + unit, u[i]);
   }
 }
+
+// Chunks in shared memory
+//
+// Registers hold few chunks, and have to be known by number; shared memory
+// holds more. Each lane reads there what it wrote itself.
+
+struct Shelf {
+  uint4* at;  // of this warp
+
+  __device__ Shelf(std::byte* bytes, int32_t chunks_of_a_warp)
+      : at(reinterpret_cast<uint4*>(bytes) +
+           threadIdx.x / kWarpSize * chunks_of_a_warp * kPerLane * kWarpSize +
+           threadIdx.x % kWarpSize) {}
+
+  __device__ uint4* Of(int32_t slot, int i) const {
+    return at + (slot * kPerLane + i) * kWarpSize;
+  }
+  __device__ __forceinline__ void Put(int32_t slot, const Units& u) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) *Of(slot, i) = u[i];
+  }
+  __device__ __forceinline__ void Get(int32_t slot, Units& u) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) u[i] = *Of(slot, i);
+  }
+  // As LoadRow, a group of copies that may still be on their way.
+  template <typename Protocol>
+  __device__ __forceinline__ void Ask(int32_t slot, const std::byte* row,
+                                      int32_t first, int32_t left) const {
+    const int32_t lane = threadIdx.x % kWarpSize;
+    const uint4* from = reinterpret_cast<const uint4*>(row) + first;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int32_t unit = Protocol::UnitOf(lane, i);
+      if (unit < left) ptx::CopyAsync(Of(slot, i), from + unit);
+    }
+    ptx::CommitCopies();
+  }
+};
 
 // Tokens and ranks ------------------------------------------------------------
 
