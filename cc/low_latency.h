@@ -26,10 +26,10 @@ struct LowLatencyParams {
   int32_t num_experts;
   int32_t top_k;
   int32_t num_tokens;  // T, in [1, max_tokens]
-  int32_t hidden;
-  Element element;  // of a row's numbers, as the buffer was made for
-  bool by_expert;   // the layout of the received rows: "expert", else "rank"
-  int32_t stride;   // tokens from one source to the next in `places`
+  int32_t hidden;      // a multiple of LowLatencyLayout::kColumns
+  Element element;     // of a row's numbers, as the buffer was made for
+  bool by_expert;      // the layout of the received rows: "expert", else "rank"
+  int32_t stride;      // tokens from one source to the next in `places`
   const int32_t* topk_idx;  // [T, K], this rank's
 };
 

@@ -41,6 +41,7 @@ struct Launch {
   int32_t num_chunks;  // of a row
   int32_t x_bytes;     // of a row of x
   int32_t row_bytes;   // of one of `rows`
+  int32_t num_scales;  // of one of them
   // By expert: chunks of this rank's rows, and as many of each peer's, that a
   // receiving block sees to; whether it keeps the places of its tokens; whether
   // it sends its share of the own rows too, as all blocks do then.
@@ -292,11 +293,11 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
     StoreRow<Protocol>(params.rows + at * launch.row_bytes, item.first,
                        item.left, units);
     if constexpr (Source::kScaled) {
-      const int64_t num_scales = params.base.layout.num_scales;
-      const int64_t first = item.chunk * Protocol::kScales;
+      const int32_t num_scales = launch.num_scales;
+      const int32_t first = item.chunk * Protocol::kScales;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        const int64_t scale = first + Protocol::ScaleOf(lane, i);
+        const int32_t scale = first + Protocol::ScaleOf(lane, i);
         if (scale < num_scales) {
           params.scales[at * num_scales + scale] = __uint_as_float(units[i].x);
         }
@@ -725,6 +726,7 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       .num_chunks = num_chunks,
       .x_bytes = x_bytes,
       .row_bytes = row_bytes,
+      .num_scales = (base.hidden + kScaleBlock - 1) / kScaleBlock,
       .share = share,
       .keeps_places = keeps_places,
       .sends_share = base.by_expert && roles.AllBoth(blocks),
