@@ -14,6 +14,7 @@
 
 #include "cc/element.h"
 #include "cc/low_latency_layout.h"
+#include "cc/ops.h"
 #include "cc/peer_view.h"
 
 namespace jax_ep {
@@ -25,10 +26,10 @@ struct LowLatencyParams {
   int32_t num_experts;
   int32_t top_k;
   int32_t num_tokens;  // T, in [1, max_tokens]
-  int32_t hidden;
-  Element element;  // of a row's numbers, as the buffer was made for
-  bool by_expert;   // the layout of the received rows: "expert", else "rank"
-  int32_t stride;   // tokens from one source to the next in `places`
+  int32_t hidden;      // a multiple of LowLatencyLayout::kColumns
+  Element element;     // of a row's numbers, as the buffer was made for
+  bool by_expert;      // the layout of the received rows: "expert", else "rank"
+  int32_t stride;      // tokens from one source to the next in `places`
   const int32_t* topk_idx;  // [T, K], this rank's
 };
 
@@ -55,8 +56,15 @@ struct LowLatencyCombineParams {
   std::byte* out = nullptr;             // [T, H]
 };
 
-// Experts of all ranks at most in the layout by expert: a block counts them.
+// Experts of all ranks at most in the layout by expert: a block counts them in
+// shared memory.
 inline constexpr int32_t kMaxCountedExperts = 4096;
+
+// Dynamic shared memory that their kernels may ask for. GPUs without bulk
+// copies and the shared memory for them have less.
+inline constexpr int32_t LowLatencySharedBytes(bool has_bulk) {
+  return has_bulk ? kBulkSharedBytes : 90 << 10;
+}
 
 cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
                                      cudaStream_t stream);

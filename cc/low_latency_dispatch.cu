@@ -15,37 +15,43 @@
 //         else orders them. No block waits for another of its launch: senders
 //         wait for nobody, receivers for the peers' senders, which stand before
 //         their receivers in the order in which blocks get multiprocessors.
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "cc/device/row_source.cuh"
 #include "cc/device/window.cuh"
 #include "cc/low_latency.h"
 
 namespace jax_ep {
 namespace {
 
-// Chunks that a warp has in flight: of plain rows that it sends, of those that
-// it copies while it counts, and of what it receives.
-constexpr int kSending = 6;
-constexpr int kCopying = 5;
-constexpr int kReceiving = 6;
+// Chunks that a warp has in flight of what it receives.
+constexpr int kReceiving = 5;
 
 // Places that a block keeps in shared memory.
 constexpr int32_t kKeptPlaces = 1024;
 
 struct Launch {
   LowLatencyDispatchParams params;
+  WindowOffsets offsets;
   Experts experts;
-  int32_t num_senders;  // blocks
-  int32_t num_chunks;   // of a row
-  int32_t row_bytes;    // of `rows`
+  Roles roles;
+  int32_t num_chunks;  // of a row
+  int32_t x_bytes;     // of a row of x
+  int32_t row_bytes;   // of one of `rows`
+  int32_t num_scales;  // of one of them
   // By expert: chunks of this rank's rows, and as many of each peer's, that a
-  // receiving block sees to; whether it keeps the places of its tokens.
+  // receiving block sees to; whether it keeps the places of its tokens; whether
+  // it sends its share of the own rows too, as all blocks do then.
   int32_t share;
   bool keeps_places;
+  bool sends_share;
+  // Then in shared memory: chunks of own rows, of each warp, and where they
+  // begin; before them the counters of rows and the places.
+  int32_t shelf_chunks;
+  int32_t shelf_offset;
   Divisor by_chunks;
   Divisor by_peers;   // num_ranks - 1
   Divisor by_tokens;  // T
@@ -53,155 +59,10 @@ struct Launch {
   Divisor by_max_tokens;
 };
 
-// Where rows come from, as chunks of units.
-
-template <bool kWideRows>
-struct Plain {
-  using Protocol = Lines;
-  static constexpr bool kWide = kWideRows;
-  static constexpr bool kScaled = false;
-  static constexpr int kSending = jax_ep::kSending;
-  static constexpr int kCopying = jax_ep::kCopying;
-  struct Chunk {
-    Units units;
-  };
-
-  static __device__ __forceinline__ void Load(const Launch& launch,
-                                              int32_t token, int32_t first,
-                                              int32_t left, Chunk& chunk) {
-    LoadRow<Protocol, kWide>(
-        launch.params.x + int64_t{token} * launch.row_bytes, first, left,
-        launch.row_bytes, chunk.units);
-  }
-  static __device__ __forceinline__ void Finish(const Chunk& chunk,
-                                                Units& units) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) units[i] = chunk.units[i];
-  }
-};
-
-// x / scale, rounded to nearest, where that counts for a float8_e4m3fn: to
-// normal numbers. `reciprocal` is 1 / scale, rounded. After one correction the
-// quotient is exact but for its rounding, which a second one puts right. Where
-// x has 11 bits and the scale is one of those over 448, one will do: no such
-// quotient is as near to the middle between two floats that it counts.
-template <bool kTwice>
-__device__ __forceinline__ float Quotient(float x, float scale,
-                                          float reciprocal) {
-  // This way round a quotient of -0 stays one.
-  float q = x * reciprocal;
-  q = fmaf(fmaf(q, scale, -x), -reciprocal, q);
-  if (kTwice) q = fmaf(fmaf(q, scale, -x), -reciprocal, q);
-  return q;
-}
-
-// Quantised as jax_ep.quantize_fp8 does it: eight neighbouring lanes hold the
-// 128 columns of a block, each of them one unit of 16.
-template <typename T, bool kWideRows>
-struct Quantized {
-  using Protocol = ScaledLines;
-  static constexpr bool kWide = kWideRows;
-  static constexpr bool kScaled = true;
-  static constexpr int kColumns = 16;
-  static constexpr int kVectors = kColumns * sizeof(T) / 16;
-  static constexpr int kSending = 8 / kVectors;
-  static constexpr int kCopying = 4 / kVectors;
-  struct Chunk {
-    uint4 in[kPerLane][kVectors];
-  };
-
-  static __device__ __forceinline__ void Load(const Launch& launch,
-                                              int32_t token, int32_t first,
-                                              int32_t left, Chunk& chunk) {
-    const int64_t bytes =
-        int64_t{launch.params.base.hidden} * static_cast<int64_t>(sizeof(T));
-    const std::byte* row = launch.params.x + token * bytes;
-    const int32_t lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int32_t unit = i * kWarpSize + lane;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        chunk.in[i][v] = uint4{};
-        if (unit < min(left, Protocol::kUnits)) {
-          chunk.in[i][v] =
-              LoadRowUnit<kWide>(row, (first + unit) * kVectors + v, bytes);
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ uint4 Quantize(const uint4 (&in)[kVectors],
-                                                   float& scale) {
-    using Part = Elements<T, uint4>;
-    float x[kColumns];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const Part part = Part::From(in[v]);
-#pragma unroll
-      for (int e = 0; e < Part::kSize; ++e) {
-        x[v * Part::kSize + e] = Widen(part.at[e]);
-      }
-    }
-    // Magnitudes are ordered as their bits are, NaN above all.
-    uint32_t most = 0;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      most = max(most, __float_as_uint(x[c]) & 0x7FFFFFFF);
-    }
-#pragma unroll
-    for (int other = 1; other < 8; other *= 2) {
-      most = max(most, __shfl_xor_sync(kAllLanes, most, other));
-    }
-    scale = most < 0x7F800000
-                ? __fdiv_rn(fmaxf(__uint_as_float(most), 1e-4f), 448.f)
-                : __uint_as_float(0x7FC00000);
-    const float reciprocal = __frcp_rn(scale);
-    uint32_t words[4] = {};
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 2) {
-      constexpr bool kTwice = sizeof(T) == 4;
-      const float2 pair = {Quotient<kTwice>(x[c], scale, reciprocal),
-                           Quotient<kTwice>(x[c + 1], scale, reciprocal)};
-      const uint32_t bits =
-          __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-      words[c / 4] |= bits << c % 4 * 8;
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
-  static __device__ __forceinline__ void Finish(const Chunk& chunk,
-                                                Units& units) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    float scales[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      units[i] = Quantize(chunk.in[i], scales[i]);
-    }
-    // The eighths of the first four lines and of the next three: to the last
-    // line, which has had nothing so far.
-    const int32_t from = lane % 4 * 8 + 7;
-    const auto eighth = [&](uint32_t first, uint32_t second) {
-      first = __shfl_sync(kAllLanes, first, from);
-      second = __shfl_sync(kAllLanes, second, from);
-      return lane < 28 ? first : second;
-    };
-    const uint4 eighths = {
-        eighth(units[0].x, units[1].x), eighth(units[0].y, units[1].y),
-        eighth(units[0].z, units[1].z), eighth(units[0].w, units[1].w)};
-    if (lane >= 24) units[1] = eighths;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (lane % 8 == 7) units[i] = {__float_as_uint(scales[i]), 0, 0, 0};
-    }
-  }
-};
-
 template <typename Source, bool kByExpert>
 struct Dispatcher {
   using Protocol = typename Source::Protocol;
   using Chunk = typename Source::Chunk;
-  static constexpr bool kWide = Source::kWide;
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
@@ -224,7 +85,7 @@ struct Dispatcher {
         num_ranks(w.num_ranks()),
         num_tokens(l.params.base.num_tokens),
         top_k(l.params.base.top_k),
-        num_units((l.row_bytes + 15) / 16),
+        num_units(l.row_bytes / 16),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
@@ -274,6 +135,10 @@ struct Dispatcher {
     }
   };
 
+  __device__ int32_t PlaceAt(const Item& item, const Places& places) const {
+    return lane < top_k ? places.Of(item.source, item.token, top_k)[lane] : -1;
+  }
+
   // An expert id and its weight.
   struct Small {
     uint32_t id;
@@ -281,16 +146,19 @@ struct Dispatcher {
   };
   __device__ Small SmallOf(int32_t i) const;
   __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
-  __device__ void Send() const;
+  __device__ int32_t SendingThread() const;
   __device__ void SendItem(const Item& item, uint64_t ranks,
                            const Units& units) const;
-  template <typename Ready, typename PlaceOf>
-  __device__ void CopyOwn(int32_t begin, int32_t end, const Ready& ready,
-                          const PlaceOf& place_of) const;
-  template <typename Look, typename PlaceOf>
+  template <typename Begin, typename Take>
+  __device__ void TakeOwn(int32_t first, int32_t step, int32_t end,
+                          const Begin& begin, const Take& take) const;
+  __device__ void Send() const;
+  template <typename Begin, typename Ready>
+  __device__ void MoveOwn(int32_t first, int32_t end, const Shelf& shelf,
+                          const Begin& begin, const Ready& ready,
+                          const Places& places) const;
   __device__ void Receive(int32_t index, int32_t count, int32_t begin,
-                          int32_t num_items, const Look& look,
-                          const PlaceOf& place_of) const;
+                          int32_t num_items, const Places& places) const;
   __device__ void Deliver(const Item& item, int32_t place,
                           const Units& units) const;
   __device__ void ReceiveIds(int32_t thread, int32_t threads) const;
@@ -300,6 +168,7 @@ struct Dispatcher {
   __device__ void FindPlaces(int32_t begin, int32_t end, const Places& places,
                              int32_t* next) const;
   __device__ void ReceiveByExpert() const;
+  __device__ void Run() const;
 };
 
 template <typename Source, bool kByExpert>
@@ -344,51 +213,74 @@ __device__ void Dispatcher<Source, kByExpert>::SendItem(
   }
 }
 
+// This thread's number among those of the blocks that send.
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Send() const {
-  constexpr int kBatch = Source::kSending;
-  const int32_t count = launch.num_senders * kWorkWarps;
-  const int32_t index = warp * launch.num_senders + blockIdx.x;
-  const int32_t num_items =
-      kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
-  // What others wait for longest is asked for first.
-  const int32_t thread = index * kWarpSize + lane;
-  const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
+__device__ int32_t Dispatcher<Source, kByExpert>::SendingThread() const {
+  return (warp * launch.roles.num_senders + blockIdx.x) * kWarpSize + lane;
+}
+
+// Calls take(i, ranks, units) for every step-th of this rank's items from
+// `first` on that goes to some rank. begin() is called once, when the first
+// ones have been asked for.
+template <typename Source, bool kByExpert>
+template <typename Begin, typename Take>
+__device__ __forceinline__ void Dispatcher<Source, kByExpert>::TakeOwn(
+    int32_t first, int32_t step, int32_t end, const Begin& begin,
+    const Take& take) const {
+  constexpr int kBatch = Source::kInFlight;
   bool begun = false;
-  for (int32_t base = index; base < num_items || !begun;
-       base += kBatch * count) {
+  for (int32_t base = first; base < end || !begun; base += kBatch * step) {
     Chunk chunks[kBatch];
     int32_t ids[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (base + j * count < num_items) {
-        const Item item = OwnItem(base + j * count);
-        ids[j] = OwnId(item.token);
-        Source::Load(launch, item.token, item.first, item.left, chunks[j]);
-      }
+      if (base + j * step >= end) continue;
+      const Item item = OwnItem(base + j * step);
+      ids[j] = OwnId(item.token);
+      Source::Load(params.x + int64_t{item.token} * launch.x_bytes, item.first,
+                   item.left, chunks[j]);
     }
     // While the rows are on their way here.
-    if (!begun) {
-      HasEpoch(window);
-      SendSmall(thread, count * kWarpSize, small);
-    }
+    if (!begun) begin();
     begun = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * count >= num_items) continue;
-      const uint64_t own = uint64_t{1} << me;
-      uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
-      if (kByExpert) ranks &= ~own;
+    // One piece of code for all: what is not in the instruction cache yet costs
+    // more than a copy in registers.
+#pragma unroll 1
+    for (int j = 0; j < kBatch && base + j * step < end; ++j) {
+      int32_t id;
+      Pick(ids, j, id);
+      const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
       if (ranks == 0) continue;
-      const Item item = OwnItem(base + j * count);
+      Chunk chunk;
+      Pick(chunks, j, chunk);
       Units units;
-      Source::Finish(chunks[j], units);
-      SendItem(item, ranks & ~own, units);
-      if (kByExpert || (ranks & own) == 0) continue;
-      Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
-              units);
+      Source::Finish(chunk, units);
+      take(base + j * step, ranks, units);
     }
   }
+}
+
+template <typename Source, bool kByExpert>
+__device__ void Dispatcher<Source, kByExpert>::Send() const {
+  const int32_t count = launch.roles.num_senders * kWorkWarps;
+  const int32_t num_items =
+      kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
+  // What others wait for longest is asked for first.
+  const int32_t thread = SendingThread();
+  const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
+  const auto begin = [&] {
+    HasEpoch(window);
+    SendSmall(thread, count * kWarpSize, small);
+  };
+  TakeOwn(thread / kWarpSize, count, num_items, begin,
+          [&](int32_t i, uint64_t ranks, const Units& units) {
+            const uint64_t own = uint64_t{1} << me;
+            const Item item = OwnItem(i);
+            SendItem(item, ranks & ~own, units);
+            if (kByExpert || (ranks & own) == 0) return;
+            Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
+                    units);
+          });
 }
 
 // Stores a chunk in the rows at the lanes' places; -1: none.
@@ -398,14 +290,14 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
   for (uint32_t left = __ballot_sync(kAllLanes, place >= 0); left != 0;
        left &= left - 1) {
     const int64_t at = __shfl_sync(kAllLanes, place, __ffs(left) - 1);
-    StoreRow<Protocol, kWide>(params.rows + at * launch.row_bytes, item.first,
-                              item.left, launch.row_bytes, units);
+    StoreRow<Protocol>(params.rows + at * launch.row_bytes, item.first,
+                       item.left, units);
     if constexpr (Source::kScaled) {
-      const int64_t num_scales = params.base.layout.num_scales;
-      const int64_t first = item.chunk * Protocol::kScales;
+      const int32_t num_scales = launch.num_scales;
+      const int32_t first = item.chunk * Protocol::kScales;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        const int64_t scale = first + Protocol::ScaleOf(lane, i);
+        const int32_t scale = first + Protocol::ScaleOf(lane, i);
         if (scale < num_scales) {
           params.scales[at * num_scales + scale] = __uint_as_float(units[i].x);
         }
@@ -414,72 +306,100 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
   }
 }
 
-// Items [begin, end) of this rank's own rows by the warps of a block.
-// place_of(item) is a lane's place, once ready() has returned.
+// By expert: items [first, end) of this rank's own rows by the warps of a
+// block. begin() is called when the first ones have been asked for, and ready()
+// before they are stored at their places. Before that the block sends them,
+// where it does, and what there is room for waits on the shelf.
 template <typename Source, bool kByExpert>
-template <typename Ready, typename PlaceOf>
-__device__ void Dispatcher<Source, kByExpert>::CopyOwn(
-    int32_t begin, int32_t end, const Ready& ready,
-    const PlaceOf& place_of) const {
-  constexpr int kBatch = Source::kCopying;
-  bool is_ready = false;
-  for (int32_t base = begin + warp; base < end || !is_ready;
-       base += kBatch * kWorkWarps) {
-    Chunk chunks[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps < end) {
-        const Item item = OwnItem(base + j * kWorkWarps);
-        Source::Load(launch, item.token, item.first, item.left, chunks[j]);
-      }
-    }
-    // While the rows are on their way here.
-    if (!is_ready) ready();
-    is_ready = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps >= end) continue;
-      const Item item = OwnItem(base + j * kWorkWarps);
-      const int32_t place = place_of(item);
-      if (!__any_sync(kAllLanes, place >= 0)) continue;
-      Units units;
-      Source::Finish(chunks[j], units);
-      Deliver(item, place, units);
-    }
+template <typename Begin, typename Ready>
+__device__ void Dispatcher<Source, kByExpert>::MoveOwn(
+    int32_t first, int32_t end, const Shelf& shelf, const Begin& begin,
+    const Ready& ready, const Places& places) const {
+  const int32_t mine = first + warp;
+  const int32_t kept_end = min(end, first + launch.shelf_chunks * kWorkWarps);
+  const bool sends = launch.sends_share && num_ranks > 1;
+  TakeOwn(mine, kWorkWarps, sends ? end : kept_end, begin,
+          [&](int32_t i, uint64_t ranks, const Units& units) {
+            if (i < kept_end) shelf.Put((i - first) / kWorkWarps, units);
+            if (sends) {
+              SendItem(OwnItem(i), ranks & ~(uint64_t{1} << me), units);
+            }
+          });
+  ready();
+  int32_t i = mine;
+#pragma unroll 1
+  for (; i < kept_end; i += kWorkWarps) {
+    const Item item = OwnItem(i);
+    Units units;
+    shelf.Get((i - first) / kWorkWarps, units);
+    Deliver(item, PlaceAt(item, places), units);
   }
+  if (i >= end) return;
+  TakeOwn(
+      i, kWorkWarps, end, [] {},
+      [&](int32_t other, uint64_t, const Units& units) {
+        const Item item = OwnItem(other);
+        Deliver(item, PlaceAt(item, places), units);
+      });
 }
 
-// Items of the peers' rows from own item `begin` on. look(item) is a first look
-// at what tells a lane's place, and place_of(item, looked) that place.
+// Items of the peers' rows from own item `begin` on, every count-th.
 template <typename Source, bool kByExpert>
-template <typename Look, typename PlaceOf>
 __device__ void Dispatcher<Source, kByExpert>::Receive(
     int32_t index, int32_t count, int32_t begin, int32_t num_items,
-    const Look& look, const PlaceOf& place_of) const {
-  for (int32_t base = index; base < num_items; base += kReceiving * count) {
-    Units words[kReceiving];
-    decltype(look(Item())) looked[kReceiving];
+    const Places& places) const {
+  constexpr int kBatch = kReceiving;
+  for (int32_t base = index; base < num_items; base += kBatch * count) {
+    const auto item_of = [&](int j) {
+      return PeersItem(begin, base + j * count);
+    };
+    const auto chunk_of = [&](int j) -> Awaited {
+      const Item item = item_of(j);
+      return {window.Chunk(me, item.source, item.token, item.chunk), item.left,
+              item.source};
+    };
+    Units words[kBatch];
+    uint64_t looked[kBatch];
     // At the rows too, before it is known whether they come at all.
 #pragma unroll
-    for (int j = 0; j < kReceiving; ++j) {
+    for (int j = 0; j < kBatch; ++j) {
+      looked[j] = window.Word(~0u);
       if (base + j * count >= num_items) continue;
-      const Item item = PeersItem(begin, base + j * count);
-      looked[j] = look(item);
-      LookAt<Protocol>(window.Chunk(me, item.source, item.token, item.chunk),
-                       item.left, words[j]);
+      const Item item = item_of(j);
+      if (!kByExpert && lane < top_k) {
+        looked[j] = ptx::LoadRelaxedSys(IdWord(item.source, item.token));
+      }
+      const Awaited awaited = chunk_of(j);
+      LookAt<Protocol>(awaited.chunk, awaited.left, words[j]);
     }
+    if constexpr (!kByExpert) {
+      WaitWords(
+          window, looked,
+          [&](int j) -> AwaitedWord {
+            const Item item = item_of(j);
+            return {IdWord(item.source, item.token), item.source};
+          },
+          "the ids");
+      __syncwarp();
+    }
+    uint32_t missing = 0;
 #pragma unroll
-    for (int j = 0; j < kReceiving; ++j) {
+    for (int j = 0; j < kBatch; ++j) {
       if (base + j * count >= num_items) continue;
-      const Item item = PeersItem(begin, base + j * count);
-      const int32_t place = place_of(item, looked[j]);
-      if (!__any_sync(kAllLanes, place >= 0)) continue;
-      Units units;
-      WaitChunk<Protocol>(window,
-                          window.Chunk(me, item.source, item.token, item.chunk),
-                          item.left, item.source, words[j], units);
-      Deliver(item, place, units);
+      const int32_t here =
+          kByExpert ? PlaceAt(item_of(j), places)
+                    : experts.LocalOn(me, static_cast<int32_t>(looked[j]));
+      if (__any_sync(kAllLanes, here >= 0)) missing |= 1u << j;
     }
+    TakeAsTheyCome<Protocol>(
+        window, missing, words, chunk_of, [&](int j, const Units& taken) {
+          const Item item = item_of(j);
+          const int32_t fixed =
+              lane == 0 ? item.source * params.base.stride + item.token : -1;
+          Units units;
+          Protocol::Unpack(lane, taken, units);
+          Deliver(item, kByExpert ? PlaceAt(item, places) : fixed, units);
+        });
   }
 }
 
@@ -518,33 +438,13 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveIds(
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByRank() const {
-  HasEpoch(window);
-  const int32_t blocks = gridDim.x - launch.num_senders;
-  const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
+  const int32_t blocks = launch.roles.num_receivers();
+  const int32_t index = warp * blocks + launch.roles.receiver();
   const int32_t count = blocks * kWorkWarps;
-  // By the last warps: with few tokens those have no rows.
+  // By the last warps: those have fewest rows.
   ReceiveIds((count - 1 - index) * kWarpSize + lane, count * kWarpSize);
-  Receive(
-      index, count, 0, num_tokens * launch.num_chunks * (num_ranks - 1),
-      [&](const Item& item) {
-        return lane < top_k
-                   ? ptx::LoadRelaxedSys(IdWord(item.source, item.token))
-                   : 0;
-      },
-      [&](const Item& item, uint64_t looked) {
-        int32_t id = -1;
-        if (lane < top_k) {
-          id = static_cast<int32_t>(WaitWord(window,
-                                             IdWord(item.source, item.token),
-                                             looked, "the ids", item.source));
-        }
-        __syncwarp();
-        // The first lane has the row's place, if it comes here.
-        const bool comes = __any_sync(kAllLanes, experts.LocalOn(me, id) >= 0);
-        return lane == 0 && comes
-                   ? item.source * params.base.stride + item.token
-                   : -1;
-      });
+  Receive(index, count, 0, num_tokens * launch.num_chunks * (num_ranks - 1),
+          Places{});
 }
 
 // By expert. A token has one row in an expert, however often it names it.
@@ -568,30 +468,36 @@ __device__ void Dispatcher<Source, kByExpert>::CountIds(int32_t begin,
   const int32_t rows = num_ranks * num_tokens;
   const int32_t step = kWorkWarps * tokens;
   for (int32_t base = warp * tokens; base < rows; base += kLooks * step) {
+    const auto word_of = [&](int j) -> AwaitedWord {
+      const int32_t row = base + j * step + in_warp;
+      const int32_t source = launch.by_tokens.Divide(row);
+      const int32_t pair = (row - source * num_tokens) * top_k + k;
+      return {window.Words(me, source) + pair, source};
+    };
     uint64_t words[kLooks];
 #pragma unroll
     for (int j = 0; j < kLooks; ++j) {
+      words[j] = window.Word(~0u);
       const int32_t row = base + j * step + in_warp;
       if (!used || row >= rows) continue;
       const int32_t source = launch.by_tokens.Divide(row);
       const int32_t pair = (row - source * num_tokens) * top_k + k;
-      words[j] = source == me
-                     ? window.Word(static_cast<uint32_t>(
-                           __ldg(params.base.topk_idx + pair)))
-                     : ptx::LoadRelaxedSys(window.Words(me, source) + pair);
+      words[j] = source == me ? window.Word(static_cast<uint32_t>(
+                                    __ldg(params.base.topk_idx + pair)))
+                              : ptx::LoadRelaxedSys(word_of(j).word);
     }
-#pragma unroll
-    for (int j = 0; j < kLooks; ++j) {
+    WaitWords(window, words, word_of, "the ids");
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < kLooks && base + j * step < rows; ++j) {
       const int32_t row = base + j * step + in_warp;
-      if (base + j * step >= rows) break;
+      uint64_t word;
+      Pick(words, j, word);
       int32_t local = -1, source = 0, token = 0;
       if (used && row < rows) {
         source = launch.by_tokens.Divide(row);
         token = row - source * num_tokens;
-        const auto id = static_cast<int32_t>(
-            WaitWord(window, window.Words(me, source) + token * top_k + k,
-                     words[j], "the ids", source));
-        local = experts.LocalOn(me, id);
+        local = experts.LocalOn(me, static_cast<int32_t>(word));
         if (token >= begin && token < end) {
           places.Of(source, token, top_k)[k] = local;
         }
@@ -659,10 +565,15 @@ __device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
-  __shared__ int32_t before[kMaxCountedExperts];
-  __shared__ int32_t total[kMaxCountedExperts];
-  __shared__ int32_t kept[kKeptPlaces];
-  const int32_t block = blockIdx.x - launch.num_senders;
+  // Counters for every rank and local expert, places, chunks.
+  extern __shared__ uint4 shared_units[];
+  int32_t* const before = reinterpret_cast<int32_t*>(shared_units);
+  int32_t* const total = before + num_ranks * experts.local_experts;
+  int32_t* const kept = total + num_ranks * experts.local_experts;
+  const Shelf shelf(
+      reinterpret_cast<std::byte*>(shared_units) + launch.shelf_offset,
+      launch.shelf_chunks);
+  const int32_t block = launch.roles.receiver();
   // This block's items, and the tokens that they are of.
   const int32_t num_items = num_tokens * launch.num_chunks;
   const int32_t first = min(block * launch.share, num_items);
@@ -673,8 +584,16 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
   const Places places = launch.keeps_places
                             ? Places{kept, end - begin, begin}
                             : Places{params.places, params.base.stride, 0};
+  // What others wait for longest is asked for first.
+  const int32_t thread = SendingThread();
+  const bool sends_small = launch.sends_share && num_ranks > 1;
+  const Small small = sends_small ? SmallOf(thread) : Small{};
+  const auto begin_all = [&] {
+    // A block that has sent has begun.
+    if (launch.sends_share || !launch.roles.Sends()) HasEpoch(window);
+    if (sends_small) SendSmall(thread, gridDim.x * kWorkThreads, small);
+  };
   const auto count = [&] {
-    HasEpoch(window);
     for (int32_t i = threadIdx.x; i < num_ranks * local_experts;
          i += kWorkThreads) {
       before[i] = total[i] = 0;
@@ -695,73 +614,64 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
     FindPlaces(begin, end, places, before);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
   };
-  const auto place_of = [&](const Item& item) {
-    return lane < top_k ? places.Of(item.source, item.token, top_k)[lane] : -1;
-  };
-  CopyOwn(first, last, count, place_of);
-  Receive(
-      warp, kWorkWarps, first, (last - first) * (num_ranks - 1),
-      [](const Item&) { return 0; },
-      [&](const Item& item, int) { return place_of(item); });
+  MoveOwn(first, last, shelf, begin_all, count, places);
+  Receive(warp, kWorkWarps, first, (last - first) * (num_ranks - 1), places);
+}
+
+template <typename Source, bool kByExpert>
+__device__ void Dispatcher<Source, kByExpert>::Run() const {
+  const bool sends = launch.roles.Sends() && !(kByExpert && launch.sends_share);
+  if (sends) Send();
+  if (!launch.roles.Receives()) return;
+  if constexpr (kByExpert) {
+    ReceiveByExpert();
+  } else {
+    if (!sends) HasEpoch(window);
+    ReceiveByRank();
+  }
 }
 
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, "low_latency_dispatch",
+  Window window(launch.params.base, launch.offsets, "low_latency_dispatch",
                 WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
-    return KeepStep(window, launch.num_senders);
+    return KeepStep(window, launch.roles.first_receiver);
   }
-  const Dispatcher<Source, kByExpert> dispatcher(launch, window);
-  if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
-    dispatcher.Send();
-  } else if constexpr (kByExpert) {
-    dispatcher.ReceiveByExpert();
-  } else {
-    dispatcher.ReceiveByRank();
-  }
+  Dispatcher<Source, kByExpert>(launch, window).Run();
   WarpDone(window);
 }
 
 using Kernel = void (*)(Launch);
 
-// The kernels by number: two for each element, two of those for each layout.
+// The kernels by number: two for each kind of row, by rank and by expert.
 constexpr Kernel kKernels[] = {
-    &DispatchKernel<Plain<false>, false>,
-    &DispatchKernel<Plain<true>, false>,
-    &DispatchKernel<Plain<false>, true>,
-    &DispatchKernel<Plain<true>, true>,
-    &DispatchKernel<Quantized<Bf16, false>, false>,
-    &DispatchKernel<Quantized<Bf16, true>, false>,
-    &DispatchKernel<Quantized<Bf16, false>, true>,
-    &DispatchKernel<Quantized<Bf16, true>, true>,
-    &DispatchKernel<Quantized<F16, false>, false>,
-    &DispatchKernel<Quantized<F16, true>, false>,
-    &DispatchKernel<Quantized<F16, false>, true>,
-    &DispatchKernel<Quantized<F16, true>, true>,
-    &DispatchKernel<Quantized<float, false>, false>,
-    &DispatchKernel<Quantized<float, true>, false>,
-    &DispatchKernel<Quantized<float, false>, true>,
-    &DispatchKernel<Quantized<float, true>, true>,
+    &DispatchKernel<Plain, false>,
+    &DispatchKernel<Plain, true>,
+    &DispatchKernel<Quantized<Bf16>, false>,
+    &DispatchKernel<Quantized<Bf16>, true>,
+    &DispatchKernel<Quantized<F16>, false>,
+    &DispatchKernel<Quantized<F16>, true>,
+    &DispatchKernel<Quantized<float>, false>,
+    &DispatchKernel<Quantized<float>, true>,
 };
 
-int32_t KernelFor(const LowLatencyDispatchParams& params, bool wide) {
-  const int32_t within = 2 * params.base.by_expert + wide;
-  if (!params.quantize) return within;
+int32_t KernelFor(const LowLatencyDispatchParams& params) {
+  if (!params.quantize) return params.base.by_expert;
   switch (params.base.element) {
     case Element::kBf16:
-      return 4 + within;
+      return 2 + params.base.by_expert;
     case Element::kF16:
-      return 8 + within;
+      return 4 + params.base.by_expert;
     default:
-      return 12 + within;
+      return 6 + params.base.by_expert;
   }
 }
 
-// Blocks of 32 that send. By rank they store own rows too, and still it was the
-// receivers that 128 tokens waited for; by expert a row is received once for
-// every expert (docs/performance.md).
+// Blocks of 32 that send, where a block does not do both. By rank they store
+// own rows too, and still it was the receivers that 128 tokens waited for; by
+// expert a row is received once for every expert (docs/performance.md).
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
   if (params.base.by_expert) return params.quantize ? 8 : 6;
   return 16;
@@ -778,13 +688,15 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   const uint64_t bits = reinterpret_cast<uint64_t>(params.x) |
                         reinterpret_cast<uint64_t>(params.rows) |
                         static_cast<uint64_t>(x_bytes | row_bytes);
-  const bool wide = bits % 16 == 0;
+  if (bits % 16 != 0) return cudaErrorMisalignedAddress;
   const int32_t units = params.quantize ? ScaledLines::kUnits : Lines::kUnits;
-  const int32_t num_chunks = ((row_bytes + 15) / 16 + units - 1) / units;
+  const int32_t num_chunks = (row_bytes / 16 + units - 1) / units;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
-  const int32_t num_senders = std::max(blocks * SendersOf32(params) / 32, 1);
+  Roles roles;
+  const cudaError_t status = Roles::Of(blocks, SendersOf32(params), &roles);
+  if (status != cudaSuccess) return status;
   // By expert, of the receiving blocks.
-  const int32_t receivers = blocks - num_senders;
+  const int32_t receivers = blocks - roles.first_receiver;
   const auto share_of = [&](int32_t items) {
     return (items + receivers - 1) / receivers;
   };
@@ -793,21 +705,40 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       int64_t{num_ranks} * (share / num_chunks + 2) * base.top_k <= kKeptPlaces;
   // Whole tokens: in global memory places would meet ids of another block.
   if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
+  int32_t shared_bytes = 0, shelf_chunks = 0, shelf_offset = 0;
+  if (base.by_expert) {
+    const int32_t counters =
+        num_ranks * LocalExperts(base.num_experts, num_ranks);
+    shelf_offset =
+        (2 * counters + (keeps_places ? kKeptPlaces : 0) + 3) / 4 * 16;
+    constexpr int32_t kOneOfEach = kWorkWarps * LowLatencyLayout::kChunkBytes;
+    const int32_t room =
+        LowLatencySharedBytes(base.op.view.has_bulk) - shelf_offset;
+    shelf_chunks =
+        std::min((share + kWorkWarps - 1) / kWorkWarps, room / kOneOfEach);
+    shared_bytes = shelf_offset + shelf_chunks * kOneOfEach;
+  }
   const Launch launch = {
       .params = params,
+      .offsets = WindowOffsets(base.layout, WindowKind::kDispatch),
       .experts = Experts(base.num_experts, num_ranks),
-      .num_senders = num_senders,
+      .roles = roles,
       .num_chunks = num_chunks,
+      .x_bytes = x_bytes,
       .row_bytes = row_bytes,
+      .num_scales = (base.hidden + kScaleBlock - 1) / kScaleBlock,
       .share = share,
       .keeps_places = keeps_places,
+      .sends_share = base.by_expert && roles.AllBoth(blocks),
+      .shelf_chunks = shelf_chunks,
+      .shelf_offset = shelf_offset,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
       .by_tokens = Divisor(base.num_tokens),
       .by_top_k = Divisor(base.top_k),
       .by_max_tokens = Divisor(base.stride),
   };
-  kKernels[KernelFor(params, wide)]<<<blocks, kWindowThreads, 0, stream>>>(
+  kKernels[KernelFor(params)]<<<blocks, kWindowThreads, shared_bytes, stream>>>(
       launch);
   return cudaPeekAtLastError();
 }

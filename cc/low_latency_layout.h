@@ -5,18 +5,15 @@
 // begins with a header of 4096 bytes:
 //   state  [2 kinds] of kLine bytes, the rank's own (LowLatencyState)
 //   heads  [2 kinds][2 parities][kMaxRanks] u64 (epoch << 32 | tag), a word
-//   that
-//          every rank sends to every rank in every operation
+//          that every rank sends to every rank in every operation
 // and holds for both kinds of operation and both parities of their epoch
-//   rows     [R][max_tokens][row_bytes]; from each rank, of each token
-//   words    [R][max_tokens * kMaxTopK] u64 (epoch << 32 | value), packed by
-//   the
-//            K of the call: dispatch: expert ids; combine: weights
+//   rows   [R][max_tokens][row_bytes]; from each rank, of each token
+//   words  [R][max_tokens * kMaxTopK] u64 (epoch << 32 | value), packed by the
+//          K of the call: dispatch: expert ids; combine: weights
 // and, of dispatch alone,
 //   weights  as words
-// and room for as many scales, which nothing uses: they travel with the rows.
-// A row is cut into chunks, each of which tells that it has come whole
-// (cc/device/window.cuh).
+// A row has whole blocks of 16 columns. It is cut into chunks, each of which
+// tells that it has come whole (cc/device/window.cuh).
 #ifndef JAX_EP_CC_LOW_LATENCY_LAYOUT_H_
 #define JAX_EP_CC_LOW_LATENCY_LAYOUT_H_
 
@@ -46,12 +43,12 @@ struct LowLatencyLayout {
   // A chunk holds at least so many units of 16 bytes, see window.cuh.
   static constexpr int64_t kChunkBytes = 1024;
   static constexpr int64_t kMinChunkUnits = 48;
-  static constexpr int64_t kUnit = 16;
+  // Rows have a multiple of so many columns; one is element_bytes units.
+  static constexpr int64_t kColumns = 16;
 
   int64_t num_ranks;
   int64_t max_tokens;
-  int64_t num_scales;  // of a row
-  int64_t row_bytes;   // of a row in a window
+  int64_t row_bytes;  // of a row in a window
 
   // element_bytes: of one of the `hidden` numbers of a row.
   JAX_EP_HOST_DEVICE constexpr LowLatencyLayout(int64_t ranks, int64_t tokens,
@@ -59,8 +56,7 @@ struct LowLatencyLayout {
                                                 int64_t element_bytes)
       : num_ranks(ranks),
         max_tokens(tokens),
-        num_scales((hidden + kScaleBlock - 1) / kScaleBlock),
-        row_bytes(((hidden * element_bytes + kUnit - 1) / kUnit +
+        row_bytes(((hidden + kColumns - 1) / kColumns * element_bytes +
                    2 * kMinChunkUnits - 1) /
                   (2 * kMinChunkUnits) * 2 * kChunkBytes) {}
 
@@ -70,13 +66,10 @@ struct LowLatencyLayout {
   JAX_EP_HOST_DEVICE constexpr int64_t words_bytes() const {
     return num_ranks * max_tokens * kMaxTopK * 8;
   }
-  JAX_EP_HOST_DEVICE constexpr int64_t scales_bytes() const {
-    return num_ranks * max_tokens * num_scales * 8;
-  }
+
   // Bytes of a rank's memory.
   JAX_EP_HOST_DEVICE constexpr int64_t size() const {
-    return kHeaderBytes +
-           2 * (2 * rows_bytes() + 3 * words_bytes() + scales_bytes());
+    return kHeaderBytes + 2 * (2 * rows_bytes() + 3 * words_bytes());
   }
 
   JAX_EP_HOST_DEVICE static constexpr int64_t state(WindowKind kind) {

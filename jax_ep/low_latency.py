@@ -121,6 +121,23 @@ class LowLatencyBuffer(Held):
             release = self._set_up()
         self._hold(release)
 
+    @property
+    def _columns(self) -> int:
+        """Columns of a row on a GPU: H rounded up to 16."""
+        return -(-self.hidden // 16) * 16
+
+    def _pad(self, rows: jax.Array) -> jax.Array:
+        """Rows as kernels take them: a copy where H is not a multiple of 16."""
+        if self.backend != "cuda" or self._columns == self.hidden:
+            return rows
+        columns = (0, self._columns - self.hidden)
+        return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [columns])
+
+    def _unpad(self, rows: jax.Array) -> jax.Array:
+        if rows.shape[-1] == self.hidden:
+            return rows
+        return rows[..., : self.hidden]
+
     # What primitives.communicator_call asks of whom a call belongs to.
 
     @property
@@ -145,8 +162,8 @@ class LowLatencyBuffer(Held):
         """Bytes that a buffer takes of each rank's GPU.
 
         With b bytes an element: 4096 + 2 * R * max_tokens * (2 * 2048 *
-        ceil(ceil(H * b / 16) / 96) + 3 * 256 + 8 * ceil(H / 128)), for two windows
-        of each operation; E has no part in it.
+        ceil(ceil(H / 16) * b / 96) + 3 * 256), for two windows of each operation; E
+        has no part in it.
 
         Args:
           num_ranks: R.
@@ -163,7 +180,7 @@ class LowLatencyBuffer(Held):
 
     def _check_numbers(self) -> None:
         """Kernels count rows of all ranks and experts, and parts of rows, in int32."""
-        chunks = -(-self.hidden * self.dtype.itemsize // (16 * 96))
+        chunks = -(-self._columns * self.dtype.itemsize // (16 * 96))
         widest = max(self.num_local_experts, chunks, _MAX_TOP_K)
         most = checks.INT32_MAX // (self.comm.num_ranks * widest)
         if self.max_tokens > most:
@@ -365,10 +382,10 @@ def low_latency_dispatch(
                 "'rank' alone; in 'expert' give them to low_latency_combine"
             )
         topk_weights = _weights("low_latency_dispatch", topk_weights, topk_idx.shape)
-    leaves, in_kernel = (x,), False
+    leaves, in_kernel = (buffer._pad(x),), False
     if quantize:
         in_kernel = buffer.backend == "cuda"
-        leaves = (x,) if in_kernel else fp8.quantize_fp8(x)
+        leaves = leaves if in_kernel else fp8.quantize_fp8(x)
     topk_idx = _as_int32(topk_idx, buffer.num_experts)
     results = low_latency_primitives.dispatch(
         topk_idx,
@@ -380,6 +397,7 @@ def low_latency_dispatch(
         quantize=in_kernel,
     )
     count = 2 if quantize else 1
+    results[0] = buffer._unpad(results[0])
     rows = tuple(results[:2]) if quantize else results[0]
     places = results[count + by_expert]
     who: Any = results[count]
@@ -451,15 +469,16 @@ def low_latency_combine(
         topk_weights = _weights(
             "low_latency_combine", topk_weights, (handle.num_tokens, handle.top_k)
         )
-    return low_latency_primitives.combine(
+    out = low_latency_primitives.combine(
         handle._topk_idx,
         topk_weights,
         handle._places,
-        y,
+        buffer._pad(y),
         jax.tree.leaves(after),
         buffer=buffer,
         by_expert=by_expert,
     )
+    return buffer._unpad(out)
 
 
 def _check_buffer(op: str, buffer: LowLatencyBuffer) -> None:

@@ -189,6 +189,24 @@ __device__ __forceinline__ void StoreStreaming(uint4* p, uint4 v) {
       : "memory");
 }
 
+// A copy of 16 bytes to shared memory that holds no registers. It belongs to the
+// thread's open group, until that is committed.
+__device__ __forceinline__ void CopyAsync(uint4* shared, const uint4* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+               "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most kGroups of this thread's groups are still on their way.
+// The others' bytes are then here for this thread.
+template <int kGroups>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Two numbers rounded to nearest even, the first in the low half.
 __device__ __forceinline__ uint32_t RoundToBf16Pair(float low, float high) {
   uint32_t pair;

@@ -14,9 +14,13 @@
 #ifndef JAX_EP_CC_DEVICE_WINDOW_CUH_
 #define JAX_EP_CC_DEVICE_WINDOW_CUH_
 
+#include <cuda_runtime.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #include "cc/device/ptx.cuh"
 #include "cc/device/rows.cuh"
@@ -33,27 +37,69 @@ inline constexpr int kWindowThreads = kWorkThreads + kWarpSize;
 inline constexpr int kEpochBarrier = 1;
 inline constexpr int kWorkBarrier = 2;
 
-// Division of numbers below 2^32 by one that the host knows.
+// Division of numbers below 2^31 by one that the host knows.
 class Divisor {
  public:
   Divisor() = default;
-  __host__ __device__ explicit Divisor(uint32_t divisor)
-      : divisor_(divisor),
-        reciprocal_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
-
-  __device__ uint32_t Divide(uint32_t n) const {
-    return divisor_ > 1 ? static_cast<uint32_t>(__umul64hi(n, reciprocal_)) : n;
+  __host__ __device__ explicit Divisor(uint32_t divisor) : shift_(31) {
+    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
+    const uint64_t power = uint64_t{1} << shift_;
+    multiplier_ = static_cast<uint32_t>((power + divisor - 1) / divisor);
   }
-  __device__ uint32_t divisor() const { return divisor_; }
+
+  __device__ int32_t Divide(int32_t n) const {
+    return static_cast<int32_t>(
+        uint64_t{static_cast<uint32_t>(n)} * multiplier_ >> shift_);
+  }
 
  private:
-  uint32_t divisor_;
-  uint64_t reciprocal_;  // ceil(2^64 / divisor)
+  uint32_t multiplier_;  // ceil(2^shift / divisor)
+  uint32_t shift_;       // 31 + ceil(log2(divisor))
+};
+
+// Copies one of a warp's values, which are in registers: their indices have to
+// be known when this is compiled, j is not.
+template <typename Value, int kBatch>
+__device__ __forceinline__ void Pick(const Value (&all)[kBatch], int32_t j,
+                                     Value& one) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    if (i == j) memcpy(&one, &all[i], sizeof(Value));
+  }
+}
+template <typename Value, int kBatch>
+__device__ __forceinline__ void Put(Value (&all)[kBatch], int32_t j,
+                                    const Value& one) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    if (i == j) memcpy(&all[i], &one, sizeof(Value));
+  }
+}
+
+// Where the windows of a kind stand in a rank's memory, worked out on the host.
+struct WindowOffsets {
+  // By parity of the epoch.
+  int64_t rows[2];
+  int64_t words[2];
+  int64_t weights[2];
+  int32_t max_tokens;
+  int32_t row_bytes;
+
+  WindowOffsets(const LowLatencyLayout& layout, WindowKind kind)
+      : max_tokens(static_cast<int32_t>(layout.max_tokens)),
+        row_bytes(static_cast<int32_t>(layout.row_bytes)) {
+    for (uint32_t parity = 0; parity < 2; ++parity) {
+      rows[parity] = layout.rows(kind, parity);
+      words[parity] = layout.words(kind, parity);
+      weights[parity] = layout.weights(parity);
+    }
+  }
 };
 
 // One operation's windows of all ranks.
 struct Window {
   const LowLatencyParams& params;
+  const WindowOffsets& offsets;
   const char* name;  // of the operation, for messages
   WindowKind kind;
   uint32_t before;  // the epoch of the operation before
@@ -61,9 +107,9 @@ struct Window {
   uint32_t parity;
 
   // All threads of a block construct it first of all.
-  __device__ Window(const LowLatencyParams& p, const char* operation_name,
-                    WindowKind window_kind)
-      : params(p), name(operation_name), kind(window_kind) {
+  __device__ Window(const LowLatencyParams& p, const WindowOffsets& o,
+                    const char* operation_name, WindowKind window_kind)
+      : params(p), offsets(o), name(operation_name), kind(window_kind) {
     before = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
   }
   // Waits for the epoch; until then there is none.
@@ -97,21 +143,19 @@ struct Window {
   }
   // Words [T * K]: ids in dispatch, weights in combine.
   __device__ uint64_t* Words(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(
-               At(owner, params.layout.words(kind, parity))) +
-           from * params.layout.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(At(owner, offsets.words[parity])) +
+           from * offsets.max_tokens * kMaxTopK;
   }
   // The router's weights, of dispatch.
   __device__ uint64_t* Weights(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(
-               At(owner, params.layout.weights(parity))) +
-           from * params.layout.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(At(owner, offsets.weights[parity])) +
+           from * offsets.max_tokens * kMaxTopK;
   }
   __device__ std::byte* Chunk(int32_t owner, int32_t from, int32_t token,
                               int32_t chunk) const {
-    return At(owner, params.layout.rows(kind, parity)) +
-           (from * params.layout.max_tokens + token) * params.layout.row_bytes +
-           chunk * LowLatencyLayout::kChunkBytes;
+    return At(owner, offsets.rows[parity]) +
+           int64_t{from * offsets.max_tokens + token} * offsets.row_bytes +
+           chunk * int32_t{LowLatencyLayout::kChunkBytes};
   }
 };
 
@@ -166,6 +210,12 @@ struct Patience {
   }
 };
 
+// A word that a look has seen is of this operation.
+static __device__ __forceinline__ bool HasCome(const Window& window,
+                                               uint64_t seen) {
+  return static_cast<uint32_t>(seen >> 32) == window.epoch;
+}
+
 // A word's value, once it has come. `seen` is a first look at it.
 static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
                                                     const uint64_t* word,
@@ -173,7 +223,7 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
                                                     const char* step,
                                                     int32_t peer) {
   Patience patience = {step, peer};
-  while (static_cast<uint32_t>(seen >> 32) != window.epoch) {
+  while (!HasCome(window, seen)) {
     patience.Look(window, static_cast<uint32_t>(seen >> 32));
     seen = ptx::LoadRelaxedSys(word);
   }
@@ -187,8 +237,80 @@ static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
   return WaitWord(window, word, ptx::LoadRelaxedSys(word), step, peer);
 }
 
-// Keeping step
-// -----------------------------------------------------------------
+// A word that is waited for.
+struct AwaitedWord {
+  const uint64_t* word;
+  int32_t peer;
+};
+
+// Waits for the words of a batch; `seen` are first looks at them, and
+// window.Word(~0u) where a thread wants none. Those that have not come are
+// looked at again all at once.
+template <int kBatch, typename WordOf>
+__device__ __forceinline__ void WaitWords(const Window& window,
+                                          uint64_t (&seen)[kBatch],
+                                          const WordOf& word_of,
+                                          const char* step) {
+  Patience patience = {step, 0};
+  while (true) {
+    bool all = true;
+    uint32_t found = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (HasCome(window, seen[j])) continue;
+      const AwaitedWord awaited = word_of(j);
+      all = false;
+      found = static_cast<uint32_t>(seen[j] >> 32);
+      patience.peer = awaited.peer;
+      seen[j] = ptx::LoadRelaxedSys(awaited.word);
+    }
+    if (all) return;
+    patience.Look(window, found);
+  }
+}
+
+// Which blocks of a launch do what. A block that does both sends all that it
+// has to send before it waits for anything.
+struct Roles {
+  int32_t num_senders;     // blocks from 0 on
+  int32_t first_receiver;  // from here on to the end
+
+  // All blocks do both where they may count on running at a time, see
+  // docs/design.md: half of the multiprocessors are enough for them. Else
+  // `senders_of_32` of 32 send, and the others receive.
+  static cudaError_t Of(int32_t blocks, int32_t senders_of_32, Roles* roles) {
+    int device = 0, multiprocessors = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) {
+      status = cudaDeviceGetAttribute(&multiprocessors,
+                                      cudaDevAttrMultiProcessorCount, device);
+    }
+    const int32_t senders = std::max(blocks * senders_of_32 / 32, 1);
+    *roles = 2 * blocks <= multiprocessors ? Roles{blocks, 0}
+                                           : Roles{senders, senders};
+    return status;
+  }
+
+  // All blocks do both.
+  bool AllBoth(int32_t blocks) const {
+    return num_senders == blocks && first_receiver == 0;
+  }
+  __device__ bool Sends() const {
+    return static_cast<int32_t>(blockIdx.x) < num_senders;
+  }
+  __device__ bool Receives() const {
+    return static_cast<int32_t>(blockIdx.x) >= first_receiver;
+  }
+  // Of the blocks that receive: this one, and their number.
+  __device__ int32_t receiver() const {
+    return static_cast<int32_t>(blockIdx.x) - first_receiver;
+  }
+  __device__ int32_t num_receivers() const {
+    return static_cast<int32_t>(gridDim.x) - first_receiver;
+  }
+};
+
+// Keeping step ----------------------------------------------------------------
 
 // Every working warp, when it has asked for what needs no epoch: the epoch is
 // then in its register, and may be advanced in memory.
@@ -259,8 +381,7 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
   }
 }
 
-// Rows in chunks
-// ---------------------------------------------------------------
+// Rows in chunks --------------------------------------------------------------
 //
 // A chunk is eight lines: two instructions of a warp. A protocol says which
 // units of 16 bytes a lane holds: UnitOf(lane, i) of [0, kUnits) for i <
@@ -385,13 +506,20 @@ __device__ __forceinline__ bool Arrived(const Units& w, int32_t left,
   return all || lane % 8 < 7;
 }
 
+// Whether all of a chunk that a warp has looked at has come. All its lanes.
+template <typename Protocol>
+__device__ __forceinline__ bool HasCome(const Window& window, const Units& w,
+                                        int32_t left) {
+  return __all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch));
+}
+
 // Looks again until all has come; then the lane's units. All lanes of a warp.
 template <typename Protocol>
 __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
                                           int32_t peer, Units& w, Units& u) {
   Patience patience = {"the rows", peer};
-  while (!__all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch))) {
+  while (!HasCome<Protocol>(window, w, left)) {
     // What the eighth lane has seen instead of the epoch.
     patience.Look(window, w[0].w);
     LookAt<Protocol>(chunk, left, w);
@@ -399,76 +527,130 @@ __device__ __forceinline__ void WaitChunk(const Window& window,
   Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
 }
 
+// A chunk that is waited for.
+struct Awaited {
+  const std::byte* chunk;
+  int32_t left;
+  int32_t peer;
+};
+
+// Calls take(j, words) for every chunk j in `missing`, as they come; `words`
+// are first looks at them. Those that have not come are looked at again all at
+// once, so that a batch costs the waiting of its last chunk and not of each.
+template <typename Protocol, int kBatch, typename ChunkOf, typename Take>
+__device__ __forceinline__ void TakeAsTheyCome(const Window& window,
+                                               uint32_t missing,
+                                               Units (&words)[kBatch],
+                                               const ChunkOf& chunk_of,
+                                               const Take& take) {
+  Patience patience = {"the rows", 0};
+  while (true) {
+    uint32_t come = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((missing >> j & 1) == 0) continue;
+      if (HasCome<Protocol>(window, words[j], chunk_of(j).left))
+        come |= 1u << j;
+    }
+    missing &= ~come;
+    // One piece of code for all: what is not in the instruction cache yet costs
+    // more than a copy in registers.
+#pragma unroll 1
+    for (; come != 0; come &= come - 1) {
+      const int32_t j = __ffs(come) - 1;
+      Units taken;
+      Pick(words, j, taken);
+      take(j, taken);
+    }
+    if (missing == 0) return;
+    // What the eighth lane has seen instead of the epoch.
+    uint32_t seen = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((missing >> j & 1) == 0) continue;
+      const Awaited awaited = chunk_of(j);
+      patience.peer = awaited.peer;
+      seen = words[j][0].w;
+      LookAt<Protocol>(awaited.chunk, awaited.left, words[j]);
+    }
+    patience.Look(window, seen);
+  }
+}
+
 inline int32_t ElementBytes(Element element) {
   return element == Element::kF32 ? 4 : 2;
 }
 
-// Rows in XLA's buffers
-// --------------------------------------------------------
+// Rows in XLA's buffers -------------------------------------------------------
 
-// Unit `unit` of a row, zeros behind its end. kWide: rows and their sizes are
-// multiples of 16 bytes.
-template <bool kWide>
-__device__ __forceinline__ uint4 LoadRowUnit(const std::byte* row, int32_t unit,
-                                             int64_t row_bytes) {
-  if constexpr (kWide) {
-    return LoadUnit(reinterpret_cast<const uint4*>(row) + unit);
-  } else {
-    uint32_t words[4] = {};
-    for (int i = 0; i < 16; ++i) {
-      const int64_t at = int64_t{unit} * 16 + i;
-      if (at < row_bytes) {
-        words[i / 4] |= static_cast<uint32_t>(row[at]) << i % 4 * 8;
-      }
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-}
-
-template <bool kWide>
-__device__ __forceinline__ void StoreRowUnit(std::byte* row, int32_t unit,
-                                             int64_t row_bytes, uint4 value) {
-  if constexpr (kWide) {
-    StoreUnit(reinterpret_cast<uint4*>(row) + unit, value);
-  } else {
-    const uint32_t words[4] = {value.x, value.y, value.z, value.w};
-    for (int i = 0; i < 16; ++i) {
-      const int64_t at = int64_t{unit} * 16 + i;
-      if (at < row_bytes) {
-        row[at] = static_cast<std::byte>(words[i / 4] >> i % 4 * 8);
-      }
-    }
-  }
-}
+// Rows and their sizes are multiples of 16 bytes.
 
 // The lane's units of a chunk that begins at unit `first` of a row.
-template <typename Protocol, bool kWide>
+template <typename Protocol>
 __device__ __forceinline__ void LoadRow(const std::byte* row, int32_t first,
-                                        int32_t left, int64_t row_bytes,
-                                        Units& u) {
+                                        int32_t left, Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
+  const uint4* from = reinterpret_cast<const uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
     u[i] = uint4{};
-    if (unit < left) u[i] = LoadRowUnit<kWide>(row, first + unit, row_bytes);
+    if (unit < left) u[i] = LoadUnit(from + unit);
   }
 }
 
-template <typename Protocol, bool kWide>
+template <typename Protocol>
 __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
-                                         int32_t left, int64_t row_bytes,
-                                         const Units& u) {
+                                         int32_t left, const Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
+  uint4* to = reinterpret_cast<uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
-    if (unit < left) StoreRowUnit<kWide>(row, first + unit, row_bytes, u[i]);
+    if (unit < left) StoreUnit(to + unit, u[i]);
   }
 }
 
-// Tokens and ranks
-// -------------------------------------------------------------
+// Chunks in shared memory
+//
+// Registers hold few chunks, and have to be known by number; shared memory
+// holds more. Each lane reads there what it wrote itself.
+
+struct Shelf {
+  uint4* at;  // of this warp
+
+  __device__ Shelf(std::byte* bytes, int32_t chunks_of_a_warp)
+      : at(reinterpret_cast<uint4*>(bytes) +
+           threadIdx.x / kWarpSize * chunks_of_a_warp * kPerLane * kWarpSize +
+           threadIdx.x % kWarpSize) {}
+
+  __device__ uint4* Of(int32_t slot, int i) const {
+    return at + (slot * kPerLane + i) * kWarpSize;
+  }
+  __device__ __forceinline__ void Put(int32_t slot, const Units& u) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) *Of(slot, i) = u[i];
+  }
+  __device__ __forceinline__ void Get(int32_t slot, Units& u) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) u[i] = *Of(slot, i);
+  }
+  // As LoadRow, a group of copies that may still be on their way.
+  template <typename Protocol>
+  __device__ __forceinline__ void Ask(int32_t slot, const std::byte* row,
+                                      int32_t first, int32_t left) const {
+    const int32_t lane = threadIdx.x % kWarpSize;
+    const uint4* from = reinterpret_cast<const uint4*>(row) + first;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int32_t unit = Protocol::UnitOf(lane, i);
+      if (unit < left) ptx::CopyAsync(Of(slot, i), from + unit);
+    }
+    ptx::CommitCopies();
+  }
+};
+
+// Tokens and ranks ------------------------------------------------------------
 
 // An expert id's rank and number there.
 struct Experts {
