@@ -19,10 +19,7 @@
 //         take its place.
 #include <cuda_runtime.h>
 
-#include <vector>
-
 #include "cc/device/bulk.cuh"
-#include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
@@ -179,23 +176,6 @@ __device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
   }
 }
 
-// Calls `sum` with a value of the leaf's element and one of its sum's type.
-template <typename Sum>
-__device__ __forceinline__ void WithElement(Element element, const Sum& sum) {
-  switch (element) {
-    case Element::kBf16:
-      return sum(Bf16{}, 0.f);
-    case Element::kF16:
-      return sum(F16{}, 0.f);
-    case Element::kF32:
-      return sum(0.f, 0.f);
-    case Element::kF64:
-      return sum(0., 0.);
-    case Element::kNone:
-      return;
-  }
-}
-
 #if JAX_EP_HAS_BULK
 
 __device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
@@ -228,38 +208,6 @@ __device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
 }
 
 #endif  // JAX_EP_HAS_BULK
-
-// Sums `leaves`, a bit for each, where some rank's buffer is out of reach of
-// others. Out of line: the direct part keeps its registers.
-__device__ __noinline__ void MoveStaged(const CombineParams& params,
-                                        const Control& control,
-                                        std::byte* const* inputs,
-                                        uint32_t leaves) {
-  __shared__ Flows flows;
-  __shared__ Arrivals arrivals;
-  const int32_t channel = blockIdx.x;
-  if (channel >= NumChannels(control)) return;
-  BeginStaged(control, channel == 0);
-  const Rings rings(control, channel);
-  const Team team = Team::Mine();
-  if (team.number == kSends) {
-    SendStaged(params, rings, team, flows);
-  } else if (team.number == kReceives) {
-    const Range tokens = TokensOf(control, channel, params.num_tokens);
-    FindFirstSlots(params, rings, team, tokens, arrivals);
-    uint64_t drained =
-        team.thread < rings.num_ranks() && rings.Leads(team.thread)
-            ? LoadCounter(rings.Drained(team.thread, rings.rank()))
-            : 0;
-    for (int32_t i = 0; i < params.num_leaves; ++i) {
-      if (!(leaves >> i & 1)) continue;
-      Summer summer(params, rings, team, inputs, i, arrivals, drained);
-      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
-        summer.Sum<decltype(element), decltype(wide)>(tokens);
-      });
-    }
-  }
-}
 
 __global__ void __launch_bounds__(kCombineThreads, 1)
     CombineKernel(const __grid_constant__ CombineParams params) {
@@ -297,187 +245,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   }
 }
 
-// Where tokens are few: the results of CombineKernel.
-//
-// Launch: as many blocks of kRowThreads, kDoneBlocks at most.
-// Roles:  as above, but that a warp loads its pieces of all rows of a token
-//         into registers and sums them there.
-
-// Sums units [begin, end) of at most kSources rows, all of whose loads are in
-// flight at once.
-template <typename T, typename Wide, int kSources>
-__device__ __forceinline__ void SumPiece(uint64_t source, uint32_t sources,
-                                         uint4* out, int32_t begin,
-                                         int32_t end) {
-  constexpr int kUnits = kPieceUnits / kSources;
-  using Row = Elements<T, uint4>;
-  const int32_t lane = threadIdx.x % kWarpSize;
-  const int32_t count = __popc(sources);
-  const uint4* from[kSources];
-#pragma unroll
-  for (int s = 0; s < kSources; ++s) {
-    // Past the last row, the last again; it is not read.
-    from[s] = reinterpret_cast<const uint4*>(
-        AddressOf(source, max(__ffs(sources) - 1, 0)));
-    if (s + 1 < count) sources &= sources - 1;
-  }
-  for (int32_t base = begin + lane; base < end; base += kUnits * kWarpSize) {
-    // Of this lane; a constant apart, so that one register holds the address.
-    const int32_t left = end - base;
-    uint4 units[kSources][kUnits];
-#pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (s >= count) continue;
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        if (i * kWarpSize < left) {
-          units[s][i] = LoadUnit(from[s] + base + i * kWarpSize);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      // As in SumUnits().
-      const Wide neutral = count == 0 ? Wide(0) : -Wide(0);
-      Wide total[Row::kSize];
-#pragma unroll
-      for (int e = 0; e < Row::kSize; ++e) total[e] = neutral;
-#pragma unroll
-      for (int s = 0; s < kSources; ++s) {
-        if (s >= count) continue;
-        const Row row = Row::From(units[s][i]);
-#pragma unroll
-        for (int e = 0; e < Row::kSize; ++e) total[e] += Widen(row.at[e]);
-      }
-      Row sum;
-#pragma unroll
-      for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[e]);
-      if (i * kWarpSize < left) {
-        StoreUnit(out + base + i * kWarpSize, sum.ToUnit());
-      }
-    }
-  }
-}
-
-// What units of 16 bytes cannot load, and sums of more rows: few registers.
-template <typename T, typename Wide>
-__device__ __forceinline__ void SumPart(uint64_t source, uint32_t sources,
-                                        std::byte* out, int64_t row_bytes,
-                                        int32_t part, int32_t parts) {
-  SumUnits<T, Wide, T, 2>(
-      source, sources, out,
-      PartOf(row_bytes / static_cast<int64_t>(sizeof(T)), part, parts));
-}
-
-template <typename T, typename Wide>
-__device__ void SumFew(const FewParams& few, std::byte* const* inputs,
-                       const PieceAt& at, int2 route) {
-  const Leaf& leaf = few.rows.leaves[at.leaf];
-  const PieceCut& cut = few.cuts[at.leaf];
-  const int32_t token = cut.TokenOf(at.item);
-  const int32_t part = at.item - token * cut.parts;
-  const uint64_t source = RowAt(few.rows, inputs, at.leaf, route);
-  const uint32_t sources = __ballot_sync(kAllLanes, route.x >= 0);
-  const int32_t count = __popc(sources);
-  std::byte* out = leaf.out + token * leaf.row_bytes;
-  if (count > 8 || cut.row_units == 0 || OrOverWarp(source) % 16 != 0) {
-    SumPart<T, Wide>(source, sources, out, leaf.row_bytes, part, cut.parts);
-    return;
-  }
-  const int32_t begin = part * cut.share;
-  const int32_t end = min(begin + cut.share, cut.row_units);
-  auto* units = reinterpret_cast<uint4*>(out);
-  if (count <= 2) {
-    SumPiece<T, Wide, 2>(source, sources, units, begin, end);
-  } else if (count <= 4) {
-    SumPiece<T, Wide, 4>(source, sources, units, begin, end);
-  } else {
-    SumPiece<T, Wide, 8>(source, sources, units, begin, end);
-  }
-}
-
-// T: the element of all leaves. A kernel for all elements would spill what it
-// loads.
-template <typename T, typename Wide>
-__global__ void __launch_bounds__(kRowThreads, 1)
-    FewCombineKernel(const __grid_constant__ FewParams few) {
-  __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
-  const CombineParams& params = few.rows;
-  const Control control(params.op, "combine");
-  if (blockIdx.x == 0) {
-    __shared__ std::byte* own[kMaxLeaves];
-    if (threadIdx.x < params.num_leaves) {
-      const Leaf& leaf = params.leaves[threadIdx.x];
-      own[threadIdx.x] = Published(control, leaf.in, leaf.exported);
-    }
-    __syncthreads();
-    PublishReady(control, own, params.num_leaves);
-  }
-  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
-  const auto route_of = [&](const PieceAt& piece) {
-    return piece.Exists(few)
-               ? RouteOf(params, few.cuts[piece.leaf].TokenOf(piece.item))
-               : int2{-1, -1};
-  };
-  PieceAt at = PieceAt::First(few, workers);
-  int2 next = route_of(at);
-  const bool staged = WaitReady(control, inputs, params.num_leaves);
-  const uint32_t staged_leaves = staged ? LeavesOutOfReach(params, inputs) : 0;
-  while (at.Exists(few)) {
-    const PieceAt now = at;
-    const int2 route = next;
-    at = at.Next(few, workers);
-    next = route_of(at);
-    if (staged_leaves >> now.leaf & 1) continue;
-    SumFew<T, Wide>(few, inputs, now, route);
-  }
-  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
-  CloseBlock(control);
-  if (IsLastBlock(control)) {
-    CloseFew(control);
-    if (staged) EndStaged(Control(control));
-    AdvanceEpoch(control);
-  }
-}
-
 }  // namespace
-
-namespace {
-
-using FewKernel = void (*)(FewParams);
-
-// The kernel for few tokens whose leaves have one element; else nullptr.
-FewKernel FewKernelFor(const CombineParams& params) {
-  const Element element = params.leaves[0].element;
-  for (int32_t i = 1; i < params.num_leaves; ++i) {
-    if (params.leaves[i].element != element) return nullptr;
-  }
-  switch (element) {
-    case Element::kBf16:
-      return &FewCombineKernel<Bf16, float>;
-    case Element::kF16:
-      return &FewCombineKernel<F16, float>;
-    case Element::kF32:
-      return &FewCombineKernel<float, float>;
-    case Element::kF64:
-      return &FewCombineKernel<double, double>;
-    case Element::kNone:
-      break;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
-cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
-  FewParams few;
-  const FewKernel few_kernel = FewKernelFor(params);
-  if (few_kernel == nullptr || !CutFew(params, few)) {
-    return LaunchGeneralCombine(params, stream);
-  }
-  few_kernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
-  return cudaPeekAtLastError();
-}
 
 cudaError_t LaunchGeneralCombine(const CombineParams& params,
                                  cudaStream_t stream) {
@@ -489,13 +257,6 @@ cudaError_t LaunchGeneralCombine(const CombineParams& params,
 
 const void* CombineKernelAddress() {
   return reinterpret_cast<const void*>(&CombineKernel);
-}
-
-std::vector<const void*> FewCombineKernelAddresses() {
-  return {reinterpret_cast<const void*>(&FewCombineKernel<Bf16, float>),
-          reinterpret_cast<const void*>(&FewCombineKernel<F16, float>),
-          reinterpret_cast<const void*>(&FewCombineKernel<float, float>),
-          reinterpret_cast<const void*>(&FewCombineKernel<double, double>)};
 }
 
 }  // namespace jax_ep

@@ -346,7 +346,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 
 cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
   FewParams few;
-  if (!CutFew(params, few)) return LaunchGeneralDispatch(params, stream);
+  if (!CutFew(params, kPieceUnits, few))
+    return LaunchGeneralDispatch(params, stream);
   FewDispatchKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
   return cudaPeekAtLastError();
 }
