@@ -23,6 +23,7 @@
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
+#include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
 
@@ -248,11 +249,11 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 }  // namespace
 
 cudaError_t LaunchGeneralCombine(const CombineParams& params,
-                                 cudaStream_t stream) {
-  CombineKernel<<<params.op.view.num_sms, kCombineThreads,
-                  params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
-      params);
-  return cudaPeekAtLastError();
+                                 cudaStream_t stream, cudaEvent_t begun) {
+  const int32_t shared_bytes = params.op.view.has_bulk ? kBulkSharedBytes : 0;
+  return LaunchKernel(CombineKernel, params,
+                      {params.op.view.num_sms, kCombineThreads, shared_bytes},
+                      stream, begun);
 }
 
 const void* CombineKernelAddress() {

@@ -23,6 +23,7 @@
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
+#include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
 
@@ -393,12 +394,13 @@ FewKernel FewKernelFor(const CombineParams& params, FewParams& few) {
 
 }  // namespace
 
-cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream) {
+cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream,
+                          cudaEvent_t begun) {
   FewParams few;
   const FewKernel kernel = FewKernelFor(params, few);
-  if (kernel == nullptr) return LaunchGeneralCombine(params, stream);
-  kernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
-  return cudaPeekAtLastError();
+  if (kernel == nullptr) return LaunchGeneralCombine(params, stream, begun);
+  return LaunchKernel(kernel, few, {FewBlocks(params.op.view), kRowThreads, 0},
+                      stream, begun);
 }
 
 std::vector<const void*> FewCombineKernelAddresses() {

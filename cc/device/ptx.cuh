@@ -128,7 +128,7 @@ __device__ __forceinline__ uint32_t IncrementRelaxedGpu(uint32_t* p,
 __device__ __forceinline__ uint32_t IncrementAcqRelCta(uint32_t* p,
                                                        uint32_t limit) {
   uint32_t old;
-  asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
+  asm volatile("atom.acq_rel.cta.shared.inc.u32 %0, [%1], %2;"
                : "=r"(old)
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))),
                  "r"(limit)
