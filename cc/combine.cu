@@ -7,22 +7,24 @@
 //         stages by bulk copies, the other warps sum them; what bulk copies
 //         cannot load the summing warps load themselves. Leaves with rows out
 //         of reach follow through staging memory (cc/staged_combine.cuh). The
-//         last block closes with the peers.
+//         last block closes with the peers; where there are bulk copies only,
+//         the last one to have read, before it has stored its sums.
 // Reads:  params.routes, leaves[].in of this rank and of the peers; for staged
 //         rows num_recv and recv_src. Writes: leaves[].out of this rank, every
 //         row once.
 // Order:  publish (release; this rank's rows were written before it in stream
 //         order) -> the peers' WaitReady (acquire) -> their loads -> their
-//         CloseWithPeers (release) -> ours (acquire): only then may the rows be
-//         overwritten. A proxy fence stands between WaitReady and the first
-//         bulk load, and between the reads of a stage and the bulk loads that
-//         take its place.
+//         CloseRead or CloseWithPeers (release) -> ours (acquire): only then
+//         may the rows be overwritten. A proxy fence stands between WaitReady
+//         and the first bulk load, and between the reads of a stage and the
+//         bulk loads that take its place.
 #include <cuda_runtime.h>
 
 #include "cc/device/bulk.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
+#include "cc/device/unit_sum.cuh"
 #include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
@@ -117,10 +119,9 @@ __device__ void LoadStages(const CombineParams& params,
 }
 
 // The summing warps: each thread sums some 16-byte units of every stage.
-template <typename T, typename Wide>
+template <typename T>
 __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
                           const std::byte* bytes, Turn& turn) {
-  using Row = Elements<T, uint4>;
   const Leaf& leaf = params.leaves[i];
   const Columns columns(params, leaf);
   for (int64_t token = blockIdx.x; token < params.num_tokens;
@@ -130,25 +131,22 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
       bulk::WaitBarrier(&stage.loaded, turn.parity);
       const int32_t num_rows = stage.num_rows;
       const int32_t units = stage.bytes / 16;
-      const std::byte* rows = bytes + turn.stage * kStageBytes;
+      const auto* rows =
+          reinterpret_cast<const uint4*>(bytes + turn.stage * kStageBytes);
+      const int32_t stride = columns.bytes / 16;
       uint4* out = reinterpret_cast<uint4*>(leaf.out + stage.out);
       for (int32_t at = threadIdx.x; at < units; at += kRowThreads) {
-        // Minus zero is the neutral element: a lone -0.0 stays what it is. A
-        // token without rows gets plus zero.
-        const Wide neutral = num_rows == 0 ? Wide(0) : -Wide(0);
-        Wide total[Row::kSize];
-#pragma unroll
-        for (int e = 0; e < Row::kSize; ++e) total[e] = neutral;
-        for (int32_t r = 0; r < num_rows; ++r) {
-          const Row row = Row::From(*reinterpret_cast<const uint4*>(
-              rows + r * columns.bytes + at * 16));
-#pragma unroll
-          for (int e = 0; e < Row::kSize; ++e) total[e] += Widen(row.at[e]);
+        UnitSum<T> sum;
+        if (num_rows == 2) {
+          const uint4 first = rows[at];
+          const uint4 second = rows[at + stride];
+          sum = UnitSum<T>::Of(first);
+          sum += second;
+        } else {
+          sum = UnitSum<T>::Of(UnitSum<T>::Neutral(num_rows != 0));
+          for (int32_t r = 0; r < num_rows; ++r) sum += rows[at + r * stride];
         }
-        Row sum;
-#pragma unroll
-        for (int e = 0; e < Row::kSize; ++e) sum.at[e] = Narrow<T>(total[e]);
-        StoreUnit(out + at, sum.ToUnit());
+        StoreUnit(out + at, sum.Rounded());
       }
       // Bulk loads will take the place of what was read here.
       bulk::FenceProxyShared();
@@ -179,8 +177,42 @@ __device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
 
 #if JAX_EP_HAS_BULK
 
-__device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
-                        uint32_t bulk_leaves) {
+// Waits until all that the loading warp asked for is there.
+__device__ void AwaitStages(Stage* stages, const Turn& turn) {
+  for (uint32_t s = 0; s < kStages; ++s) {
+    // In this round or in the last; the first round finds the stages free.
+    bulk::WaitBarrier(&stages[s].loaded, turn.parity ^ (s >= turn.stage));
+  }
+}
+
+// Ends the operation for a block that reads no more, while it still adds up and
+// stores. Called by a warp. What the last block of a launch does as ever, this
+// does in the last one to have read.
+__device__ void CloseRead(const Control& control) {
+  const int32_t lane = threadIdx.x % kWarpSize;
+  __syncwarp();
+  uint32_t before = 0;
+  if (lane == 0) {
+    auto* finished = reinterpret_cast<uint32_t*>(control.Slot(control.rank()) +
+                                                 control.layout.finished);
+    before = ptx::IncrementAcqRelGpu(finished, gridDim.x - 1);
+  }
+  if (__shfl_sync(kAllLanes, before, 0) != gridDim.x - 1) return;
+  for (int32_t peer = lane; peer < control.num_ranks(); peer += kWarpSize) {
+    ptx::StoreReleaseSys(control.Done(peer, control.rank()),
+                         control.Word(control.op.channel));
+  }
+  for (int32_t peer = lane; peer < control.num_ranks(); peer += kWarpSize) {
+    Wait(control, control.Done(control.rank(), peer), "the end", peer);
+  }
+  __syncwarp();
+  if (lane == 0) StoreEpoch(control);
+}
+
+// `closes`: rows come by bulk copies alone, so that the loading warp closes.
+__device__ void SumBulk(const CombineParams& params, const Control& control,
+                        std::byte* const* inputs, uint32_t bulk_leaves,
+                        bool closes) {
   extern __shared__ __align__(128) std::byte bytes[];
   __shared__ Stage stages[kStages];
   if (threadIdx.x == 0) {
@@ -200,11 +232,14 @@ __device__ void SumBulk(const CombineParams& params, std::byte* const* inputs,
     if (loads) {
       LoadStages(params, inputs, i, stages, bytes, turn);
     } else {
-      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
-        SumStages<decltype(element), decltype(wide)>(params, i, stages, bytes,
-                                                     turn);
+      WithElement(params.leaves[i].element, [&](auto element, auto) {
+        SumStages<decltype(element)>(params, i, stages, bytes, turn);
       });
     }
+  }
+  if (loads && closes) {
+    AwaitStages(stages, turn);
+    CloseRead(control);
   }
 }
 
@@ -227,7 +262,11 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   const uint32_t staged_leaves = staged ? LeavesOutOfReach(params, inputs) : 0;
   const uint32_t bulk_leaves = BulkLeaves(params, inputs) & ~staged_leaves;
 #if JAX_EP_HAS_BULK
-  if (bulk_leaves != 0) SumBulk(params, inputs, bulk_leaves);
+  if (bulk_leaves != 0) {
+    const bool closes = !staged && bulk_leaves == (1u << params.num_leaves) - 1;
+    SumBulk(params, control, inputs, bulk_leaves, closes);
+    if (closes) return;
+  }
 #endif
   if (threadIdx.x < kRowThreads) {
     const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);

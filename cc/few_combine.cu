@@ -23,6 +23,7 @@
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
+#include "cc/device/unit_sum.cuh"
 #include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
@@ -128,61 +129,6 @@ __device__ __forceinline__ void AwaitBlocks(const Control& control) {
   __syncthreads();
 }
 
-// Four bytes of a row as numbers, widened to be added up.
-template <typename T>
-struct Numbers;
-
-template <>
-struct Numbers<Bf16> {
-  float low, high;
-  static __device__ __forceinline__ Numbers Of(uint32_t word) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
-  }
-  __device__ __forceinline__ void operator+=(const Numbers& other) {
-    low += other.low;
-    high += other.high;
-  }
-  __device__ __forceinline__ uint32_t Rounded() const {
-    return ptx::RoundToBf16Pair(low, high);
-  }
-};
-
-template <>
-struct Numbers<F16> {
-  float low, high;
-  static __device__ __forceinline__ Numbers Of(uint32_t word) {
-    return {Widen(F16{static_cast<uint16_t>(word)}),
-            Widen(F16{static_cast<uint16_t>(word >> 16)})};
-  }
-  __device__ __forceinline__ void operator+=(const Numbers& other) {
-    low += other.low;
-    high += other.high;
-  }
-  __device__ __forceinline__ uint32_t Rounded() const {
-    return ptx::RoundToF16Pair(low, high);
-  }
-};
-
-template <>
-struct Numbers<float> {
-  float value;
-  static __device__ __forceinline__ Numbers Of(uint32_t word) {
-    return {__uint_as_float(word)};
-  }
-  __device__ __forceinline__ void operator+=(const Numbers& other) {
-    value += other.value;
-  }
-  __device__ __forceinline__ uint32_t Rounded() const {
-    return __float_as_uint(value);
-  }
-};
-
-// Four bytes of minus zeros, the neutral element of sums: a lone -0.0 stays
-// what it is.
-template <typename T>
-inline constexpr uint32_t kMinusZeros =
-    sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
-
 // A piece of all rows of a token, in the registers of a warp: row s is that of
 // route s. Rows that are missing, and units past the end, hold what is neutral:
 // so all registers get a value here, and hold none from the piece before.
@@ -215,12 +161,11 @@ struct RowsPiece {
     route = RouteOf(few.rows, token);
     rows = __ballot_sync(kAllLanes, route.x >= 0);
     own = __ballot_sync(kAllLanes, route.x == few.rows.op.view.rank);
-    // A token without rows gets plus zero.
-    const uint32_t fill = rows == 0 ? 0 : kMinusZeros<T>;
+    const uint4 neutral = UnitSum<T>::Neutral(rows != 0);
 #pragma unroll
     for (int s = 0; s < kRows; ++s) {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) units[s][i] = {fill, fill, fill, fill};
+      for (int i = 0; i < kUnits; ++i) units[s][i] = neutral;
     }
     const UnitsOfLane of(cut, at.item - token * cut.parts);
     const int32_t slot =
@@ -244,27 +189,14 @@ struct RowsPiece {
     }
   }
 
-  static __device__ __forceinline__ void Add(Numbers<T>& sum, uint32_t word) {
-    sum += Numbers<T>::Of(word);
-  }
-
   // Leaves the sums, in the order of the rows, in units[0].
   __device__ __forceinline__ void Sum() {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      uint4& unit = units[0][i];
-      Numbers<T> x = Numbers<T>::Of(unit.x);
-      Numbers<T> y = Numbers<T>::Of(unit.y);
-      Numbers<T> z = Numbers<T>::Of(unit.z);
-      Numbers<T> w = Numbers<T>::Of(unit.w);
+      UnitSum<T> sum = UnitSum<T>::Of(units[0][i]);
 #pragma unroll
-      for (int s = 1; s < kRows; ++s) {
-        x += Numbers<T>::Of(units[s][i].x);
-        y += Numbers<T>::Of(units[s][i].y);
-        z += Numbers<T>::Of(units[s][i].z);
-        w += Numbers<T>::Of(units[s][i].w);
-      }
-      unit = {x.Rounded(), y.Rounded(), z.Rounded(), w.Rounded()};
+      for (int s = 1; s < kRows; ++s) sum += units[s][i];
+      units[0][i] = sum.Rounded();
     }
   }
 

@@ -280,11 +280,12 @@ static __device__ void CloseWithPeers(const Control& control) {
 }
 
 // The very last act of an operation: the next one in this slot counts from it.
+static __device__ void StoreEpoch(const Control& control) {
+  *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
+                                        control.layout.epoch) = control.epoch;
+}
 static __device__ void AdvanceEpoch(const Control& control) {
-  if (threadIdx.x == 0) {
-    *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
-                                          control.layout.epoch) = control.epoch;
-  }
+  if (threadIdx.x == 0) StoreEpoch(control);
 }
 
 }  // namespace jax_ep
