@@ -2,12 +2,14 @@
 
     python benchmarks/overlap.py                 # GPUs, else CPU
     python benchmarks/overlap.py --quick         # under 40 seconds on GPUs
-    python benchmarks/overlap.py --num-sms 16 --size 8192
+    python benchmarks/overlap.py --num-sms 8,16,24 --sizes 4096,8192
 
-Rows travel beside two bfloat16 products of --size cubed. Each line has the time
-of either part alone, of both one after the other, and of both with the products
-between start and done. On a CPU the table only shows that the program runs: there a
-start does everything, and XLA takes the products out of the chain.
+Rows travel beside two bfloat16 products of one of --sizes cubed. Each line has the
+time of either part alone, of both one after the other, and of both with the products
+between start and done; *SMs shared* is what the latter would take if the products
+lost just the multiprocessors that rows use, while they use them. On a CPU the table
+only shows that the program runs: there a start does everything, and XLA takes the
+products out of the chain.
 README.md in this folder says how time is taken.
 """
 
@@ -32,11 +34,13 @@ import jax_ep
 
 COLUMNS = {
     "operation": 24,
+    "size": 5,
     "SMs": 3,
     "rows us": 9,
     "products us": 11,
     "in turn us": 10,
     "overlapped us": 13,
+    "SMs shared us": 13,
     "of the sum": 10,
 }
 
@@ -53,6 +57,7 @@ class Work:
     def __init__(self, inputs: Inputs, comm: jax_ep.Communicator, size: int):
         self.inputs = inputs
         self.comm = comm
+        self.size = size
         self.opaque = comm.backend == "cuda"
 
         def draw(seed):
@@ -210,12 +215,13 @@ class Benchmark:
     def run(self) -> int:
         """Everything; the exit status is 1 if a line failed or was wrong."""
         say = self.report.say
-        size = self.options.size or (4096 if self.on_gpu else 256)
+        sizes = self.options.sizes or [4096 if self.on_gpu else 256]
         kind = self.devices[0].device_kind
-        self.report.record("run", **machine(self.devices), size=size)
+        self.report.record("run", **machine(self.devices), sizes=sizes)
         say(f"{len(self.devices)} x {kind}, jax {jax.__version__}: {self.workload}")
-        say(f"products: two of {size} x {size} x {size}, bfloat16; with gradients 12")
+        say("products: two of size x size x size, bfloat16; with gradients 12")
         say("of the sum: overlapped, over rows and products, each alone")
+        say("SMs shared: products, and rows by the share of the SMs that they use")
         self.report.head(COLUMNS)
         inputs = Inputs(self.mesh, self.workload)
         backend = "cuda" if self.on_gpu else "cpu"
@@ -223,7 +229,8 @@ class Benchmark:
             with jax_ep.Communicator(
                 self.mesh, AXIS, backend=backend, num_sms=num_sms
             ) as comm:
-                self._table(Work(inputs, comm, size), num_sms)
+                for size in sizes:
+                    self._table(Work(inputs, comm, size), num_sms)
         return int(self.failed)
 
     def _table(self, work: Work, num_sms: int | None) -> None:
@@ -239,27 +246,36 @@ class Benchmark:
         )
         for name, (leaf, parts) in lines.items():
             times = {part: self._time(work, name, leaf, f) for part, f in parts.items()}
-            self._line(name, num_sms, {"products": alone} | times)
+            self._line(name, work, num_sms, {"products": alone} | times)
         if not self.options.quick:
             name = "both, with gradients"
             leaf, parts = work.layer()
             times = {part: self._time(work, name, leaf, f) for part, f in parts.items()}
-            self._line(name, num_sms, times)
+            self._line(name, work, num_sms, times)
 
     def _time(self, work: Work, name: str, leaf, move: Callable) -> Stats:
         chain = work.chain(name, leaf, move)
         return self.stopwatch.measure_chain(chain, slow=not self.on_gpu)
 
-    def _line(self, name: str, num_sms: int | None, times: dict[str, Stats]) -> None:
+    def _line(
+        self, name: str, work: Work, num_sms: int | None, times: dict[str, Stats]
+    ) -> None:
         us = {part: stats.median for part, stats in times.items()}
         share = us["overlapped"] / (us["rows"] + us["products"])
         order = ("rows", "products", "in turn", "overlapped")
         cells = [f"{us[part]:.1f}" for part in order]
-        self.report.row([name, str(num_sms or ""), *cells, f"{share:.2f}"])
+        shared = None
+        if num_sms is not None:
+            shared = us["products"] + us["rows"] * num_sms / self.devices[0].core_count
+        cells.append("" if shared is None else f"{shared:.1f}")
+        name_and_sizes = [name, str(work.size), str(num_sms or "")]
+        self.report.row([*name_and_sizes, *cells, f"{share:.2f}"])
         self.report.record(
             "overlap",
             operation=name,
+            size=work.size,
             num_sms=num_sms,
+            sms_shared_us=shared and round(shared, 3),
             share_of_sum=round(share, 4),
             workload=self.workload.as_dict(),
             **{
@@ -277,7 +293,12 @@ class Benchmark:
 def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="fewer repetitions, no gradients")
     add = parser.add_argument
-    add("--size", type=positive, help="of the products (default: 4096; 256 on a CPU)")
+    add(
+        "--sizes",
+        type=lambda text: [positive(n) for n in text.split(",")],
+        metavar="N[,N...]",
+        help="of the products (default: 4096; 256 on a CPU)",
+    )
     add_num_sms(parser)
     return parser.parse_args()
 

@@ -26,6 +26,7 @@
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
+#include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_dispatch.cuh"
 
@@ -363,19 +364,23 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 
 }  // namespace
 
-cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream) {
+cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream,
+                           cudaEvent_t begun) {
   FewParams few;
-  if (!CutFew(params, few)) return LaunchGeneralDispatch(params, stream);
-  FewDispatchKernel<<<FewBlocks(params.op.view), kRowThreads, 0, stream>>>(few);
-  return cudaPeekAtLastError();
+  if (!CutFew(params, kPieceUnits, few)) {
+    return LaunchGeneralDispatch(params, stream, begun);
+  }
+  return LaunchKernel(FewDispatchKernel, few,
+                      {FewBlocks(params.op.view), kRowThreads, 0}, stream,
+                      begun);
 }
 
 cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
-                                  cudaStream_t stream) {
-  DispatchKernel<<<params.op.view.num_sms, kRowThreads,
-                   params.op.view.has_bulk ? kBulkSharedBytes : 0, stream>>>(
-      params);
-  return cudaPeekAtLastError();
+                                  cudaStream_t stream, cudaEvent_t begun) {
+  const int32_t shared_bytes = params.op.view.has_bulk ? kBulkSharedBytes : 0;
+  return LaunchKernel(DispatchKernel, params,
+                      {params.op.view.num_sms, kRowThreads, shared_bytes},
+                      stream, begun);
 }
 
 const void* DispatchKernelAddress() {

@@ -119,15 +119,15 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 // that they are never reset. A slot is cut as
 //   epoch     u32 of the last finished operation, advanced by its last block
 //   finished  u32, blocks of the running operation that are done
-//   ticket    u32, parts of the running operation that blocks have taken
+//   ticket    u32, parts of the running operation that blocks have taken, or
+//             blocks that have begun (combine of few tokens)
 //   ready     [R][kReadyWords] u64 that a peer publishes before rows may move:
 //             its tag, then both halves of each of its addresses
 //   done      [R] u64, a peer's last row has landed
 //   counts    [R][R] u64, rows from source to destination (plan)
 //   turn      u64, rank 0 says that staging memory is this operation's
 //   blocks    [R][kDoneBlocks] u64, a block of a peer is done (few tokens);
-//   says
-//             how many blocks there are
+//             says how many blocks there are
 // and a window, which takes turns with its twin from epoch to epoch (plan by
 // pushed ids), as
 //   ids       [R - 1][num_words][T] u64, from the peers in order: two ids each

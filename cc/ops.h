@@ -81,13 +81,19 @@ using CombineParams = RowParams;
 // Takes the way of LaunchPushedPlan where PushedPlan in cc/layout.h says so.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
 cudaError_t LaunchPushedPlan(const PlanParams& params, cudaStream_t stream);
-cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
-cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
+// `begun`, if not nullptr, is recorded when all blocks of the kernel have
+// begun.
+cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream,
+                           cudaEvent_t begun = nullptr);
+cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream,
+                          cudaEvent_t begun = nullptr);
 // What the two above do where tokens are not few (cc/device/few_tokens.cuh).
 cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
-                                  cudaStream_t stream);
+                                  cudaStream_t stream,
+                                  cudaEvent_t begun = nullptr);
 cudaError_t LaunchGeneralCombine(const CombineParams& params,
-                                 cudaStream_t stream);
+                                 cudaStream_t stream,
+                                 cudaEvent_t begun = nullptr);
 
 // The kernels themselves, for loading them ahead of the first launch.
 const void* PlanKernelAddress();

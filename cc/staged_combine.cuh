@@ -335,6 +335,56 @@ class Summer {
   int64_t arriving_ = 0;
 };
 
+// Calls `sum` with a value of the leaf's element and one of its sum's type.
+template <typename Sum>
+static __device__ __forceinline__ void WithElement(Element element,
+                                                   const Sum& sum) {
+  switch (element) {
+    case Element::kBf16:
+      return sum(Bf16{}, 0.f);
+    case Element::kF16:
+      return sum(F16{}, 0.f);
+    case Element::kF32:
+      return sum(0.f, 0.f);
+    case Element::kF64:
+      return sum(0., 0.);
+    case Element::kNone:
+      return;
+  }
+}
+
+// Sums `leaves`, a bit for each, where some rank's buffer is out of reach of
+// others. Out of line: the direct part keeps its registers.
+static __device__ __noinline__ void MoveStaged(const CombineParams& params,
+                                               const Control& control,
+                                               std::byte* const* inputs,
+                                               uint32_t leaves) {
+  __shared__ Flows flows;
+  __shared__ Arrivals arrivals;
+  const int32_t channel = blockIdx.x;
+  if (channel >= NumChannels(control)) return;
+  BeginStaged(control, channel == 0);
+  const Rings rings(control, channel);
+  const Team team = Team::Mine();
+  if (team.number == kSends) {
+    SendStaged(params, rings, team, flows);
+  } else if (team.number == kReceives) {
+    const Range tokens = TokensOf(control, channel, params.num_tokens);
+    FindFirstSlots(params, rings, team, tokens, arrivals);
+    uint64_t drained =
+        team.thread < rings.num_ranks() && rings.Leads(team.thread)
+            ? LoadCounter(rings.Drained(team.thread, rings.rank()))
+            : 0;
+    for (int32_t i = 0; i < params.num_leaves; ++i) {
+      if (!(leaves >> i & 1)) continue;
+      Summer summer(params, rings, team, inputs, i, arrivals, drained);
+      WithElement(params.leaves[i].element, [&](auto element, auto wide) {
+        summer.Sum<decltype(element), decltype(wide)>(tokens);
+      });
+    }
+  }
+}
+
 }  // namespace jax_ep
 
 #endif  // JAX_EP_CC_STAGED_COMBINE_CUH_

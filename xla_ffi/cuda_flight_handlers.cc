@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cc/current_device.h"
 #include "cc/layout.h"
@@ -35,10 +36,18 @@ cudaError_t MakeStream(int32_t ordinal, cudaStream_t* stream) {
 cudaError_t MakeEvents(int32_t ordinal, CudaFlight* flight) {
   const OnDevice device(ordinal);
   if (device.status() != cudaSuccess) return device.status();
-  const cudaError_t status =
-      cudaEventCreateWithFlags(&flight->departed, cudaEventDisableTiming);
-  if (status != cudaSuccess) return status;
-  return cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
+  std::vector<cudaEvent_t*> events = {&flight->departed, &flight->landed};
+  // Older drivers do not tell when a kernel has begun.
+  int driver = 0;
+  const cudaError_t asked = cudaDriverGetVersion(&driver);
+  if (asked != cudaSuccess) return asked;
+  if (driver >= 12030) events.push_back(&flight->begun);
+  for (cudaEvent_t* event : events) {
+    const cudaError_t status =
+        cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 // The communicator's flights, made by the first that asks.
@@ -123,8 +132,9 @@ CudaStartSite::CudaStartSite(CudaCallSite call_site)
 CudaStartSite::~CudaStartSite() {
   for (auto& [ordinal, flight] : by_device) {
     flights->Remove(ordinal, &flight);
-    if (flight.departed != nullptr) cudaEventDestroy(flight.departed);
-    if (flight.landed != nullptr) cudaEventDestroy(flight.landed);
+    for (cudaEvent_t event : {flight.departed, flight.begun, flight.landed}) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
   }
 }
 
@@ -163,23 +173,28 @@ std::string Name(const char* op, uint32_t channel) {
          ")";
 }
 
+using Launcher = cudaError_t(const RowParams&, cudaStream_t, cudaEvent_t);
+
 // Enqueues the kernel behind what `stream` holds, on the stream of flights.
+// What comes on `stream` waits until the kernel's blocks have begun: they would
+// else get their places when those of the kernel beside them end, and land
+// later.
 cudaError_t TakeOff(const RowParams& rows, cudaStream_t stream,
-                    cudaStream_t side,
-                    cudaError_t (*launch)(const RowParams&, cudaStream_t),
+                    cudaStream_t side, Launcher* launch,
                     const CudaFlight& flight) {
   cudaError_t status = cudaEventRecord(flight.departed, stream);
   if (status != cudaSuccess) return status;
   status = cudaStreamWaitEvent(side, flight.departed, 0);
   if (status != cudaSuccess) return status;
-  status = launch(rows, side);
+  status = launch(rows, side, flight.begun);
   if (status != cudaSuccess) return status;
-  return cudaEventRecord(flight.landed, side);
+  status = cudaEventRecord(flight.landed, side);
+  if (status != cudaSuccess || flight.begun == nullptr) return status;
+  return cudaStreamWaitEvent(stream, flight.begun, 0);
 }
 
 ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
-                 const RowParams& rows, const char* op,
-                 cudaError_t (*launch)(const RowParams&, cudaStream_t)) {
+                 const RowParams& rows, const char* op, Launcher* launch) {
   // Rows() knows the ordinal, so it is here.
   CudaFlight& flight = start.by_device.find(ordinal)->second;
   if (flight.under_way) {

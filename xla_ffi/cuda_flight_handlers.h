@@ -31,6 +31,7 @@ namespace jax_ep {
 // device's work, where one program after the other comes to start and done.
 struct CudaFlight {
   cudaEvent_t departed = nullptr;  // XLA's stream has come to the start
+  cudaEvent_t begun = nullptr;     // the kernel's blocks have their places
   cudaEvent_t landed = nullptr;    // the kernel has ended
   bool under_way = false;          // started and not finished
   RowParams rows = {};             // what the kernel works on

@@ -23,7 +23,6 @@ inline constexpr int64_t kPieceBytes = kPieceUnits * kWarpSize * 16;
 // Tokens are few where there are no more pieces: 256 tokens of 14 KB. All ranks
 // have to agree, so it is a matter of sizes alone.
 inline constexpr int64_t kFewPieces = 768;
-static_assert(kFewPieces <= 0x10000);
 
 // How a leaf's rows are cut, worked out on the host.
 struct PieceCut {
@@ -65,8 +64,10 @@ struct FewParams {
   PieceCut cuts[kMaxLeaves];
 };
 
-// Whether tokens are few; if so `few` gets the parameters.
-inline bool CutFew(const RowParams& rows, FewParams& few) {
+// Whether tokens are few; if so `few` gets the parameters, for pieces of
+// `piece_units` units of a lane at most.
+inline bool CutFew(const RowParams& rows, int64_t piece_units, FewParams& few) {
+  static_assert(kFewPieces * kPieceUnits <= 0x10000);
   const int64_t warps = int64_t{FewBlocks(rows.op.view)} * kRowWarps;
   int64_t pieces = 0;
   for (int32_t i = 0; i < rows.num_leaves; ++i) {
@@ -80,9 +81,11 @@ inline bool CutFew(const RowParams& rows, FewParams& few) {
     const int64_t units = leaf.row_bytes / 16;
     // Smaller pieces where there are warps without one.
     const int64_t most = (units + kWarpSize - 1) / kWarpSize;
+    const int64_t fewest = (most + piece_units - 1) / piece_units;
     int64_t parts = rows.num_tokens == 0 ? 1 : warps / rows.num_tokens;
     if (parts > most) parts = most;
-    if (parts < least) parts = least;
+    if (parts < fewest) parts = fewest;
+    if (parts < 1) parts = 1;
     few.cuts[i] = {
         .items = static_cast<int32_t>(parts * rows.num_tokens),
         .parts = static_cast<int32_t>(parts),

@@ -24,6 +24,12 @@ __device__ __forceinline__ void StoreReleaseSys(uint64_t* p, uint64_t value) {
                : "memory");
 }
 
+// Relaxed stores that follow are releases: of all that this thread had seen
+// before.
+__device__ __forceinline__ void FenceSys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 // A word that is its own message: no order with other accesses.
 __device__ __forceinline__ void StoreRelaxedSys(uint64_t* p, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value)
@@ -113,6 +119,19 @@ __device__ __forceinline__ uint32_t IncrementRelaxedGpu(uint32_t* p,
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(limit)
+               : "memory");
+  return old;
+}
+
+// Adds one, or wraps to 0 past `limit`, to a word in shared memory; returns the
+// old value. Acquires and releases between the warps of a block.
+__device__ __forceinline__ uint32_t IncrementAcqRelCta(uint32_t* p,
+                                                       uint32_t limit) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.cta.shared.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))),
+                 "r"(limit)
                : "memory");
   return old;
 }

@@ -194,6 +194,40 @@ static __device__ std::byte* Reach(const Control& control, int32_t peer,
   NoRegion(Control(control), peer, address);
 }
 
+// Waits for word `word` of a peer's tag and addresses, and puts it where it
+// belongs.
+static __device__ __forceinline__ void TakeWord(const Control& control,
+                                                std::byte** peers, int32_t peer,
+                                                int32_t word) {
+  const uint32_t payload = Wait(
+      control, control.Ready(control.rank(), peer) + word, "the buffers", peer);
+  if (word == 0) {
+    if (payload != control.op.tag) {
+      OtherOperation(Control(control), peer, payload);
+    }
+  } else {
+    // Little endian: the low half stands first.
+    const int32_t address = (word - 1) / 2 * control.num_ranks() + peer;
+    reinterpret_cast<uint32_t*>(peers)[2 * address + (word - 1) % 2] = payload;
+  }
+}
+
+// Makes of published addresses those by which this rank reaches them. Called
+// by all threads of a block, behind and before a barrier as WaitReady() is.
+static __device__ __forceinline__ bool ReachAll(const Control& control,
+                                                std::byte** peers,
+                                                int32_t count) {
+  const int32_t num_ranks = control.num_ranks();
+  if (control.op.view.regions == nullptr) return false;
+  bool out_of_reach = false;
+  for (int32_t i = threadIdx.x; i < num_ranks * count; i += blockDim.x) {
+    const uint64_t address = reinterpret_cast<uint64_t>(peers[i]);
+    out_of_reach |= (address & kNotExported) != 0;
+    peers[i] = Reach(control, i % num_ranks, address);
+  }
+  return __syncthreads_or(out_of_reach);
+}
+
 // Waits for every peer's addresses: peers[i * R + r] is address i of rank r as
 // this rank reaches it, nullptr where it cannot. Called by all threads of a
 // block; `peers` is shared memory. Ends in a barrier, so that the whole block
@@ -203,32 +237,11 @@ static __device__ bool WaitReady(const Control& control, std::byte** peers,
                                  int32_t count) {
   const int32_t words = 1 + 2 * count;
   const int32_t num_ranks = control.num_ranks();
-  uint32_t* halves = reinterpret_cast<uint32_t*>(peers);
   for (int32_t i = threadIdx.x; i < num_ranks * words; i += blockDim.x) {
-    const int32_t peer = i / words;
-    const int32_t word = i % words;
-    const uint32_t payload =
-        Wait(control, control.Ready(control.rank(), peer) + word, "the buffers",
-             peer);
-    if (word == 0) {
-      if (payload != control.op.tag) {
-        OtherOperation(Control(control), peer, payload);
-      }
-    } else {
-      // Little endian: the low half stands first.
-      const int32_t address = (word - 1) / 2 * num_ranks + peer;
-      halves[2 * address + (word - 1) % 2] = payload;
-    }
+    TakeWord(control, peers, i / words, i % words);
   }
   __syncthreads();
-  if (control.op.view.regions == nullptr) return false;
-  bool out_of_reach = false;
-  for (int32_t i = threadIdx.x; i < num_ranks * count; i += blockDim.x) {
-    const uint64_t address = reinterpret_cast<uint64_t>(peers[i]);
-    out_of_reach |= (address & kNotExported) != 0;
-    peers[i] = Reach(control, i % num_ranks, address);
-  }
-  return __syncthreads_or(out_of_reach);
+  return ReachAll(control, peers, count);
 }
 
 // Ends a block's part; true in the last block of the launch, whose threads then
@@ -267,11 +280,12 @@ static __device__ void CloseWithPeers(const Control& control) {
 }
 
 // The very last act of an operation: the next one in this slot counts from it.
+static __device__ void StoreEpoch(const Control& control) {
+  *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
+                                        control.layout.epoch) = control.epoch;
+}
 static __device__ void AdvanceEpoch(const Control& control) {
-  if (threadIdx.x == 0) {
-    *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
-                                          control.layout.epoch) = control.epoch;
-  }
+  if (threadIdx.x == 0) StoreEpoch(control);
 }
 
 }  // namespace jax_ep
