@@ -77,7 +77,7 @@ struct Planner : PushedIds<kWords> {
   using Base = PushedIds<kWords>;
   using Base::AwaitIds, Base::Await, Base::ComesHere, Base::Counts;
   using Base::control, Base::params, Base::plan, Base::experts;
-  using Base::first_ids, Base::lane, Base::warp;
+  using Base::FirstIds, Base::lane, Base::warp;
   using Base::num_ranks, Base::num_tokens, Base::rank;
   using Base::OwnIds, Base::PushIds, Base::RanksOf, Base::Tag;
   using typename Base::Ids;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void Planner<kWords>::CountPart(int32_t part,
     const int32_t c = item - distance * part_warps;
     const int32_t token = TokenOf(part, c);
     const bool first = item == warp && part == blockIdx.x;
-    const Ids ids = first ? first_ids : OwnIds(token);
+    const Ids ids = first ? FirstIds() : OwnIds(token);
     if (distance == 0) {
       CountWarp(ids, c);
     } else if (token < num_tokens) {

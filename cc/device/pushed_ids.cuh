@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cc/device/plan.cuh"
 #include "cc/device/ptx.cuh"
@@ -34,9 +35,16 @@ struct TokenIds {
   }
 };
 
-// What a thread knows of its launch. kWords: words of a token's ids at most.
+// A token's ids as they stand in memory, -1 where there is none.
 template <int kWords>
-struct PushedIds {
+struct RawIds {
+  int32_t id[2 * kWords];
+};
+
+// Reads ids of this rank's tokens and says where they live. kWords: words of a
+// token's ids at most.
+template <int kWords>
+struct IdReader {
   using Ids = TokenIds<kWords>;
 
   const PlanParams& params;
@@ -48,13 +56,8 @@ struct PushedIds {
   int32_t warp;
   int32_t lane;
 
-  // Of `first_token`, asked for before the epoch is read.
-  Ids first_ids;
-  Control control;
-
-  __device__ PushedIds(const PlanParams& p, const PushedPlan& cut,
-                       const ExpertMap& map, const char* operation_name,
-                       int32_t first_token)
+  __device__ IdReader(const PlanParams& p, const PushedPlan& cut,
+                      const ExpertMap& map)
       : params(p),
         plan(cut),
         experts(map),
@@ -62,9 +65,86 @@ struct PushedIds {
         rank(p.op.view.rank),
         num_tokens(static_cast<int32_t>(p.num_tokens)),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize),
-        first_ids(OwnIds(first_token)),
+        lane(threadIdx.x % kWarpSize) {}
+
+  // Bit r is set where the token goes to rank r.
+  __device__ uint64_t RanksOf(const Ids& ids) const {
+    uint64_t ranks = 0;
+#pragma unroll
+    for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.RankBit(ids.At(k));
+    return ranks;
+  }
+  // The id on this rank, or -1.
+  __device__ int32_t Local(int32_t id) const {
+    const int32_t local = id - rank * experts.local_experts;
+    const bool here = experts.IsExpert(id) && local >= 0;
+    return here && local < experts.local_experts ? local : -1;
+  }
+  __device__ bool ComesHere(const Ids& ids) const {
+    bool comes = false;
+#pragma unroll
+    for (int k = 0; k < 2 * kWords; ++k) comes |= Local(ids.At(k)) >= 0;
+    return comes;
+  }
+
+  __device__ uint32_t Pair(int32_t a, int32_t b) const {
+    const uint32_t low = experts.IsExpert(a) ? a : PushedPlan::kNoExpert;
+    const uint32_t high = experts.IsExpert(b) ? b : PushedPlan::kNoExpert;
+    return high << 16 | low;
+  }
+  // Asks for the ids of a token; none where it is no token. To look at them is
+  // to wait for them.
+  __device__ __forceinline__ RawIds<kWords> LoadIds(int32_t token) const;
+  __device__ __forceinline__ Ids Pack(const RawIds<kWords>& raw) const {
+    Ids ids;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      ids.word[i] = Pair(raw.id[2 * i], raw.id[2 * i + 1]);
+    }
+    return ids;
+  }
+  __device__ __forceinline__ Ids OwnIds(int32_t token) const {
+    return Pack(LoadIds(token));
+  }
+  __device__ __forceinline__ void WriteRow(int32_t source, int32_t token,
+                                           int32_t slot, const Ids& ids,
+                                           int32_t* expert_counts) const;
+};
+
+// The same, and the ids of the peers.
+template <int kWords>
+struct PushedIds : IdReader<kWords> {
+  using Base = IdReader<kWords>;
+  using Base::num_ranks, Base::rank, Base::num_tokens, Base::plan;
+  using typename Base::Ids;
+
+  // Of the `first_token` of the constructor, asked for before the epoch is
+  // read. Few are not looked at before, many would take too many registers.
+  static constexpr bool kLooksLater = kWords <= kFewWords;
+  std::conditional_t<kLooksLater, RawIds<kWords>, Ids> asked_for;
+  Control control;
+
+  __device__ PushedIds(const PlanParams& p, const PushedPlan& cut,
+                       const ExpertMap& map, const char* operation_name,
+                       int32_t first_token)
+      : Base(p, cut, map),
+        asked_for(AskFor(first_token)),
         control(p.op, operation_name) {}
+
+  __device__ __forceinline__ auto AskFor(int32_t token) const {
+    if constexpr (kLooksLater) {
+      return Base::LoadIds(token);
+    } else {
+      return Base::OwnIds(token);
+    }
+  }
+  __device__ __forceinline__ Ids FirstIds() const {
+    if constexpr (kLooksLater) {
+      return Base::Pack(asked_for);
+    } else {
+      return asked_for;
+    }
+  }
 
   __device__ std::byte* Window(int32_t owner) const {
     return control.op.view.control[owner] +
@@ -89,30 +169,6 @@ struct PushedIds {
            from;
   }
 
-  __device__ uint32_t Pair(int32_t a, int32_t b) const {
-    const uint32_t low = experts.IsExpert(a) ? a : PushedPlan::kNoExpert;
-    const uint32_t high = experts.IsExpert(b) ? b : PushedPlan::kNoExpert;
-    return high << 16 | low;
-  }
-  // Bit r is set where the token goes to rank r.
-  __device__ uint64_t RanksOf(const Ids& ids) const {
-    uint64_t ranks = 0;
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.RankBit(ids.At(k));
-    return ranks;
-  }
-  // The id on this rank, or -1.
-  __device__ int32_t Local(int32_t id) const {
-    const int32_t local = id - rank * experts.local_experts;
-    const bool here = experts.IsExpert(id) && local >= 0;
-    return here && local < experts.local_experts ? local : -1;
-  }
-  __device__ bool ComesHere(const Ids& ids) const {
-    bool comes = false;
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; ++k) comes |= Local(ids.At(k)) >= 0;
-    return comes;
-  }
   __device__ void PushIds(int32_t peer, int32_t token, const Ids& ids) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -122,14 +178,11 @@ struct PushedIds {
     }
   }
 
-  __device__ __forceinline__ Ids OwnIds(int32_t token) const;
-  __device__ __forceinline__ Ids AwaitIds(int32_t source, int32_t token) const;
+  __device__ __forceinline__ TokenIds<kWords> AwaitIds(int32_t source,
+                                                       int32_t token) const;
   __device__ __forceinline__ uint32_t Await(const uint64_t* word,
                                             const char* step,
                                             int32_t peer) const;
-  __device__ __forceinline__ void WriteRow(int32_t source, int32_t token,
-                                           int32_t slot, const Ids& ids,
-                                           int32_t* expert_counts) const;
 };
 
 // Called again and again while a wait goes on. What a peer in another operation
@@ -151,31 +204,30 @@ static __device__ __noinline__ void WaitsLong(const Control& control,
 }
 
 template <int kWords>
-__device__ __forceinline__ TokenIds<kWords> PushedIds<kWords>::OwnIds(
+__device__ __forceinline__ RawIds<kWords> IdReader<kWords>::LoadIds(
     int32_t token) const {
-  Ids ids;
+  RawIds<kWords> raw;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) ids.word[i] = ~0u;
-  if (token >= num_tokens) return ids;
+  for (int k = 0; k < 2 * kWords; ++k) raw.id[k] = -1;
+  if (token >= num_tokens) return raw;
   const int32_t* from = params.topk_idx + int64_t{token} * params.top_k;
   if (params.top_k % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i < kWords; i += 2) {
-      if (2 * i >= params.top_k) continue;
-      const int4 four = __ldg(reinterpret_cast<const int4*>(from + 2 * i));
-      ids.word[i] = Pair(four.x, four.y);
-      ids.word[i + 1] = Pair(four.z, four.w);
+    for (int k = 0; k < 2 * kWords; k += 4) {
+      if (k >= params.top_k) continue;
+      const int4 four = __ldg(reinterpret_cast<const int4*>(from + k));
+      raw.id[k] = four.x;
+      raw.id[k + 1] = four.y;
+      raw.id[k + 2] = four.z;
+      raw.id[k + 3] = four.w;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (2 * i >= params.top_k) continue;
-      ids.word[i] =
-          Pair(__ldg(from + 2 * i),
-               2 * i + 1 < params.top_k ? __ldg(from + 2 * i + 1) : -1);
+    for (int k = 0; k < 2 * kWords; ++k) {
+      if (k < params.top_k) raw.id[k] = __ldg(from + k);
     }
   }
-  return ids;
+  return raw;
 }
 
 // Waits until `word` holds this epoch; returns its payload.
@@ -240,7 +292,7 @@ __device__ __forceinline__ TokenIds<kWords> PushedIds<kWords>::AwaitIds(
 // Writes what a plan says of a row that came, and counts its experts in
 // expert_counts, which other threads count in too.
 template <int kWords>
-__device__ __forceinline__ void PushedIds<kWords>::WriteRow(
+__device__ __forceinline__ void IdReader<kWords>::WriteRow(
     int32_t source, int32_t token, int32_t slot, const Ids& ids,
     int32_t* expert_counts) const {
   params.recv_src[slot] = source * num_tokens + token;
