@@ -56,7 +56,6 @@ namespace {
 constexpr int kPlanWarps = 4;
 constexpr int kPlanThreads = kPlanWarps * kWarpSize;
 constexpr int kThreads = kRowThreads + kPlanThreads;
-constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kRanks = kPlanDispatchRanks;
 static_assert(kRanks == kWarpSize);
 // Warps' worth of tokens: each token has a piece.
