@@ -123,6 +123,18 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
         combined = lambda y, topk_idx: jax_ep.combine(y, plan_of(topk_idx))  # noqa: E731
         return check_sums(inputs, combined, y, topk_idx)
 
+    def plan_dispatch_of(x, topk_idx):
+        return jax_ep.plan_dispatch(
+            x, topk_idx, comm=comm, num_experts=w.num_experts, capacity=w.num_slots
+        )
+
+    def check_plan_dispatch():
+        rows = lambda x, topk_idx: plan_dispatch_of(x, topk_idx)[1]  # noqa: E731
+        # As rows it moves the ids themselves.
+        plan = lambda topk_idx: plan_dispatch_of(topk_idx, topk_idx)[0]  # noqa: E731
+        check_rows(inputs, rows, x, topk_idx).run()
+        check_plan(inputs, plan).run()
+
     dispatch_is_right = check_dispatch()
     operations = [
         Operation(
@@ -160,6 +172,22 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
             ("dispatch",),
         ),
     ]
+    if not reference:
+        operations.append(
+            Operation(
+                "plan_dispatch",
+                Chain(
+                    "plan_dispatch",
+                    (topk_idx, x),
+                    lambda topk_idx, x: ((x, first(topk_idx)), topk_idx),
+                    lambda context, topk_idx: plan_dispatch_of(context[0], topk_idx)[1],
+                    relink,
+                    linked=topk_idx,
+                ),
+                check_plan_dispatch,
+                ("dispatch",),
+            )
+        )
     if w.dtype in SUMMABLE:
         operations += [
             Operation(

@@ -22,6 +22,7 @@
 
 #include "cc/device/bulk.cuh"
 #include "cc/device/bulk_mover.cuh"
+#include "cc/device/few_dispatch.cuh"
 #include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
@@ -81,26 +82,6 @@ __device__ int2 InRole(const DispatchParams& params, const Role& role,
   const bool local = route.x == params.op.view.rank;
   if (!(local ? role.local : role.remote)) route.x = -1;
   return route;
-}
-
-__device__ void ZeroEmptySlots(const DispatchParams& params, int64_t thread,
-                               int64_t threads) {
-  if (params.keeps_empty) return;
-  const int64_t filled = *params.num_recv;
-  for (int32_t i = 0; i < params.num_leaves; ++i) {
-    const Leaf& leaf = params.leaves[i];
-    std::byte* begin = leaf.out + filled * leaf.row_bytes;
-    const int64_t bytes = (params.capacity - filled) * leaf.row_bytes;
-    if (UnitBytes(reinterpret_cast<uint64_t>(begin) | bytes) == 16) {
-      for (int64_t at = thread; at < bytes / 16; at += threads) {
-        StoreUnit(reinterpret_cast<uint4*>(begin) + at, uint4{0, 0, 0, 0});
-      }
-    } else {
-      for (int64_t at = thread; at < bytes; at += threads) {
-        begin[at] = std::byte{0};
-      }
-    }
-  }
 }
 
 // Moves the rows of the leaves not in `bulk_leaves` through registers.
@@ -220,7 +201,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   } else {
     const int32_t threads = kRowThreads - bulk_warps * kWarpSize;
     ZeroEmptySlots(
-        params,
+        params, *params.num_recv,
         int64_t{blockIdx.x} * threads + threadIdx.x - bulk_warps * kWarpSize,
         int64_t{gridDim.x} * threads);
     MovePlain(
@@ -244,6 +225,13 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 //         done with the buffer, which they are when this one starts, and passes
 //         on nothing that they wrote.
 
+// The route of the caller's lane at a piece, of rank -1 where there is none.
+__device__ __forceinline__ int2 RouteAt(const FewParams& few,
+                                        const PieceAt& at) {
+  if (!at.Exists(few)) return {-1, -1};
+  return RouteOf(few.rows, few.cuts[at.leaf].TokenOf(at.item));
+}
+
 // Called by all threads of block 0.
 __device__ void PublishFree(const DispatchParams& params,
                             const Control& control) {
@@ -264,76 +252,6 @@ __device__ void PublishFree(const DispatchParams& params,
   }
 }
 
-struct Piece {
-  uint4 units[kPieceUnits];
-  int2 route;
-};
-
-__device__ __forceinline__ void LoadPiece(const FewParams& few,
-                                          const PieceAt& at, Piece& piece) {
-  piece.route = {-1, -1};
-  if (!at.Exists(few)) return;
-  const Leaf& leaf = few.rows.leaves[at.leaf];
-  const PieceCut& cut = few.cuts[at.leaf];
-  const int32_t token = cut.TokenOf(at.item);
-  piece.route = RouteOf(few.rows, token);
-  const UnitsOfLane units(cut, at.item - token * cut.parts);
-  const auto* from =
-      reinterpret_cast<const uint4*>(leaf.in + token * leaf.row_bytes) +
-      units.first;
-#pragma unroll
-  for (int i = 0; i < kPieceUnits; ++i) {
-    if (units.Has(i)) piece.units[i] = LoadUnit(from + i * kWarpSize);
-  }
-}
-
-// What units of 16 bytes cannot move, with few registers: a piece is in others.
-__device__ __forceinline__ void CopyPart(const std::byte* in, uint64_t target,
-                                         uint32_t targets, int64_t row_bytes,
-                                         int32_t part, int32_t parts) {
-  const uint32_t bits = OrOverWarp(
-      reinterpret_cast<uint64_t>(in) | static_cast<uint64_t>(row_bytes) |
-      (targets >> (threadIdx.x % kWarpSize) & 1 ? target : 0));
-  if (UnitBytes(bits) >= 4) {
-    CopyUnits<uint32_t, 4>(in, target, targets,
-                           PartOf(row_bytes / 4, part, parts));
-  } else {
-    CopyUnits<uint8_t, 4>(in, target, targets, PartOf(row_bytes, part, parts));
-  }
-}
-
-__device__ __forceinline__ void StorePiece(const FewParams& few,
-                                           std::byte* const* outputs,
-                                           const PieceAt& at,
-                                           const Piece& piece) {
-  const Leaf& leaf = few.rows.leaves[at.leaf];
-  const PieceCut& cut = few.cuts[at.leaf];
-  const int32_t token = cut.TokenOf(at.item);
-  const int32_t part = at.item - token * cut.parts;
-  const uint64_t target = RowAt(few.rows, outputs, at.leaf, piece.route);
-  const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
-  const uint32_t here = __ballot_sync(
-      kAllLanes, target != 0 && piece.route.x == few.rows.op.view.rank);
-  if (cut.row_units == 0 || OrOverWarp(target) % 16 != 0) {
-    CopyPart(leaf.in + token * leaf.row_bytes, target, targets, leaf.row_bytes,
-             part, cut.parts);
-    return;
-  }
-  const UnitsOfLane units(cut, part);
-  const auto store = [&](uint32_t left) {
-    for (; left != 0; left &= left - 1) {
-      uint4* to = reinterpret_cast<uint4*>(AddressOf(target, __ffs(left) - 1)) +
-                  units.first;
-#pragma unroll
-      for (int i = 0; i < kPieceUnits; ++i) {
-        if (units.Has(i)) StoreUnit(to + i * kWarpSize, piece.units[i]);
-      }
-    }
-  };
-  store(targets & ~here);
-  store(here);
-}
-
 __global__ void __launch_bounds__(kRowThreads, 1)
     FewDispatchKernel(const __grid_constant__ FewParams few) {
   __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
@@ -342,16 +260,19 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   if (blockIdx.x == 0) PublishFree(params, control);
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
+  int2 route = RouteAt(few, at);
   Piece piece;
   LoadPiece(few, at, piece);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
   // Most warps have one piece: a second one in registers would leave too few.
   while (at.Exists(few)) {
-    StorePiece(few, outputs, at, piece);
+    StorePiece(few, outputs, at, route, piece);
     at = at.Next(few, workers);
+    route = RouteAt(few, at);
     LoadPiece(few, at, piece);
   }
-  ZeroEmptySlots(params, int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
+  ZeroEmptySlots(params, *params.num_recv,
+                 int64_t{blockIdx.x} * kRowThreads + threadIdx.x,
                  int64_t{gridDim.x} * kRowThreads);
   if (staged) MoveStaged(params, Control(control), outputs);
   CloseBlock(control);

@@ -100,6 +100,35 @@ struct PushedPlan {
   }
 };
 
+// Where tokens are few (cc/device/few_tokens.cuh) rows are cut into pieces of
+// at most so many bytes, and a rank has no more than so many pieces: 256 tokens
+// of 14 KB. All ranks have to agree, so it is a matter of sizes alone.
+inline constexpr int64_t kPieceBytes = 5120;
+inline constexpr int64_t kFewPieces = 768;
+JAX_EP_HOST_DEVICE constexpr int64_t PiecesOfRow(int64_t row_bytes) {
+  return (row_bytes + kPieceBytes - 1) / kPieceBytes;
+}
+
+// Ranks of plan_dispatch at most: a lane each.
+inline constexpr int32_t kPlanDispatchRanks = 32;
+
+// Whether one launch makes a plan by pushed ids and dispatches `num_leaves`
+// leaves, of row_bytes [num_leaves] a row (cc/plan_dispatch.cu).
+constexpr bool PlanDispatchFits(int32_t num_ranks, int64_t num_tokens,
+                                int32_t top_k, int32_t num_experts,
+                                const int64_t* row_bytes, int64_t num_leaves) {
+  if (num_ranks > kPlanDispatchRanks || num_tokens < 1) return false;
+  if (num_leaves < 1 || num_leaves > kMaxLeaves) return false;
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < num_leaves; ++i) {
+    const int64_t of_row = PiecesOfRow(row_bytes[i]);
+    if (of_row < 1 || of_row > kFewPieces) return false;
+    pieces += of_row * num_tokens;
+    if (pieces > kFewPieces) return false;
+  }
+  return PushedPlan(num_ranks, num_tokens, top_k, num_experts).fits;
+}
+
 // Scratch of a plan, in int32 elements. By pushed ids: counts of the local
 // experts by each block. Else received [R][L], what each source sends to each
 // local expert, added up there by the sources themselves.

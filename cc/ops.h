@@ -78,6 +78,13 @@ using DispatchParams = RowParams;
 // Leaves [C, ...] -> [T, ...].
 using CombineParams = RowParams;
 
+// A plan and a dispatch by it: `rows.routes`, `num_recv` and `recv_src` are the
+// plan's results. Both hold the same operation.
+struct PlanDispatchParams {
+  PlanParams plan;
+  DispatchParams rows;
+};
+
 // Takes the way of LaunchPushedPlan where PushedPlan in cc/layout.h says so.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
 cudaError_t LaunchPushedPlan(const PlanParams& params, cudaStream_t stream);
@@ -95,9 +102,14 @@ cudaError_t LaunchGeneralCombine(const CombineParams& params,
                                  cudaStream_t stream,
                                  cudaEvent_t begun = nullptr);
 
+// Where PlanDispatchFits in cc/layout.h says so, in a control slot of a plan.
+cudaError_t LaunchPlanDispatch(const PlanDispatchParams& params,
+                               cudaStream_t stream);
+
 // The kernels themselves, for loading them ahead of the first launch.
 const void* PlanKernelAddress();
 std::vector<const void*> PushedPlanKernelAddresses();
+std::vector<const void*> PlanDispatchKernelAddresses();
 const void* DispatchKernelAddress();
 const void* FewDispatchKernelAddress();
 const void* CombineKernelAddress();

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "cc/device/plan.cuh"
+#include "cc/device/pushed_ids.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
 #include "cc/ops.h"
@@ -42,8 +43,6 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 static_assert(PushedPlan::kMaxPartTokens <= kThreads);
-// A wait that lasts longer looks whether the peer is in another operation.
-constexpr uint64_t kPatienceNs = 1'000'000;
 // Empty slots' elements that are worth a block of their own.
 constexpr int64_t kElementsPerBlock = 32768;
 
@@ -73,229 +72,49 @@ struct Scratch {
   int32_t expert_counts[PushedPlan::kMaxLocalExperts];
 };
 
-// A token's ids, two in a word, kNoExpert where there is none.
 template <int kWords>
-struct Ids {
-  uint32_t word[kWords];
+struct Planner : PushedIds<kWords> {
+  using Base = PushedIds<kWords>;
+  using Base::AwaitIds, Base::Await, Base::ComesHere, Base::Counts;
+  using Base::control, Base::params, Base::plan, Base::experts;
+  using Base::FirstIds, Base::lane, Base::warp;
+  using Base::num_ranks, Base::num_tokens, Base::rank;
+  using Base::OwnIds, Base::PushIds, Base::RanksOf, Base::Tag;
+  using typename Base::Ids;
 
-  __device__ int32_t At(int32_t k) const {
-    return word[k / 2] >> (k % 2 * 16) & 0xFFFF;
-  }
-};
-
-// kWords: words of a token's ids at most.
-template <int kWords>
-struct Planner {
-  using Ids = jax_ep::Ids<kWords>;
-
-  const PlanParams& params;
-  const PushedPlan& plan;
-  const ExpertMap& experts;
   Scratch& scratch;
-  int32_t num_ranks;
-  int32_t rank;
-  int32_t num_tokens;
   int32_t part_warps;
-  int32_t warp;
-  int32_t lane;
 
-  // Of the first item of part blockIdx.x, asked for before the epoch is read.
-  Ids first_ids;
-  Control control;
-
+  // The ids of the first item of part blockIdx.x are asked for at once.
   __device__ Planner(const PushedPlanParams& p, Scratch& s)
-      : params(p.plan),
-        plan(p.cut),
-        experts(p.experts),
+      : Base(
+            p.plan, p.cut, p.experts, "plan",
+            TokenOf(p.cut, p.plan.num_tokens, blockIdx.x,
+                    threadIdx.x / kWarpSize % (p.cut.part_tokens / kWarpSize))),
         scratch(s),
-        num_ranks(p.plan.op.view.num_ranks),
-        rank(p.plan.op.view.rank),
-        num_tokens(static_cast<int32_t>(p.plan.num_tokens)),
-        part_warps(p.cut.part_tokens / kWarpSize),
-        warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize),
-        first_ids(OwnIds(TokenOf(blockIdx.x, warp % part_warps))),
-        control(p.plan.op, "plan") {}
+        part_warps(p.cut.part_tokens / kWarpSize) {}
 
-  __device__ std::byte* Window(int32_t owner) const {
-    return control.op.view.control[owner] +
-           control.layout.window(control.op.slot, control.epoch);
-  }
-  // A word of the ids of `source`, which is not `owner`.
-  __device__ uint64_t* IdWord(int32_t owner, int32_t source, int32_t word,
-                              int32_t token) const {
-    const int32_t place = source < owner ? source : source - 1;
-    return reinterpret_cast<uint64_t*>(Window(owner)) +
-           (place * plan.num_words + word) * num_tokens + token;
-  }
-  __device__ uint64_t* Counts(int32_t owner, int32_t part, int32_t from,
-                              int32_t to) const {
-    return reinterpret_cast<uint64_t*>(Window(owner) +
-                                       control.layout.window_counts) +
-           (part * num_ranks + from) * num_ranks + to;
-  }
-  __device__ uint64_t* Tag(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(Window(owner) +
-                                       control.layout.window_tags) +
-           from;
-  }
-
-  __device__ int32_t Begin(int32_t part) const {
-    return min(part * plan.part_tokens, num_tokens);
-  }
   // This thread's token of a part's c-th warp; num_tokens where there is none.
+  static __device__ int32_t TokenOf(const PushedPlan& cut, int64_t num_tokens,
+                                    int32_t part, int32_t c) {
+    const auto tokens = static_cast<int32_t>(num_tokens);
+    const int32_t token = min(part * cut.part_tokens, tokens) + c * kWarpSize +
+                          static_cast<int32_t>(threadIdx.x) % kWarpSize;
+    return token < min((part + 1) * cut.part_tokens, tokens) ? token : tokens;
+  }
   __device__ int32_t TokenOf(int32_t part, int32_t c) const {
-    const int32_t token = Begin(part) + c * kWarpSize + lane;
-    return token < Begin(part + 1) ? token : num_tokens;
+    return TokenOf(plan, num_tokens, part, c);
   }
 
-  __device__ uint32_t Pair(int32_t a, int32_t b) const {
-    const uint32_t low = experts.IsExpert(a) ? a : PushedPlan::kNoExpert;
-    const uint32_t high = experts.IsExpert(b) ? b : PushedPlan::kNoExpert;
-    return high << 16 | low;
-  }
-  // Bit r is set where the token goes to rank r.
-  __device__ uint64_t RanksOf(const Ids& ids) const {
-    uint64_t ranks = 0;
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.RankBit(ids.At(k));
-    return ranks;
-  }
-  // The id on this rank, or -1.
-  __device__ int32_t Local(int32_t id) const {
-    const int32_t local = id - rank * experts.local_experts;
-    const bool here = experts.IsExpert(id) && local >= 0;
-    return here && local < experts.local_experts ? local : -1;
-  }
-  __device__ bool ComesHere(const Ids& ids) const {
-    bool comes = false;
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; ++k) comes |= Local(ids.At(k)) >= 0;
-    return comes;
-  }
-
-  __device__ __forceinline__ Ids OwnIds(int32_t token) const;
-  __device__ __forceinline__ Ids AwaitIds(int32_t source, int32_t token) const;
-  __device__ __forceinline__ uint32_t Await(const uint64_t* word,
-                                            const char* step,
-                                            int32_t peer) const;
   __device__ __forceinline__ void CountWarp(const Ids& ids, int32_t c) const;
   __device__ __forceinline__ void CountPart(int32_t part, bool push) const;
   __device__ __forceinline__ int32_t TakePart(int32_t taken) const;
   __device__ __forceinline__ void LearnSlots(int32_t part) const;
   __device__ __forceinline__ void WritePart(int32_t part) const;
-  __device__ __forceinline__ void WriteRow(int32_t source, int32_t token,
-                                           int32_t slot, const Ids& ids) const;
   __device__ __forceinline__ void WriteRoutes(int32_t part) const;
   __device__ __forceinline__ void WriteExpertCounts() const;
   __device__ __forceinline__ void Run() const;
 };
-
-// Called again and again while a wait goes on. What a peer in another operation
-// says, it says where general operations look. `control` is a copy: registers
-// have no address.
-__device__ __noinline__ void WaitsLong(const Control& control, uint64_t waited,
-                                       const char* step, int32_t peer,
-                                       uint64_t seen) {
-  const uint64_t ready =
-      ptx::LoadRelaxedSys(control.Ready(control.rank(), peer));
-  const auto tag = static_cast<uint32_t>(ready);
-  if (static_cast<uint32_t>(ready >> 32) == control.epoch &&
-      tag != control.op.tag) {
-    OtherOperation(control, peer, tag);
-  }
-  if (waited > control.op.view.timeout_ns) {
-    TimedOut(control, step, peer, seen);
-  }
-}
-
-template <int kWords>
-__device__ __forceinline__ Ids<kWords> Planner<kWords>::OwnIds(
-    int32_t token) const {
-  Ids ids;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) ids.word[i] = ~0u;
-  if (token >= num_tokens) return ids;
-  const int32_t* from = params.topk_idx + int64_t{token} * params.top_k;
-  if (params.top_k % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 2) {
-      if (2 * i >= params.top_k) continue;
-      const int4 four = __ldg(reinterpret_cast<const int4*>(from + 2 * i));
-      ids.word[i] = Pair(four.x, four.y);
-      ids.word[i + 1] = Pair(four.z, four.w);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (2 * i >= params.top_k) continue;
-      ids.word[i] =
-          Pair(__ldg(from + 2 * i),
-               2 * i + 1 < params.top_k ? __ldg(from + 2 * i + 1) : -1);
-    }
-  }
-  return ids;
-}
-
-// Waits until `word` holds this epoch; returns its payload.
-template <int kWords>
-__device__ __forceinline__ uint32_t Planner<kWords>::Await(const uint64_t* word,
-                                                           const char* step,
-                                                           int32_t peer) const {
-  uint64_t start = 0;
-  for (;;) {
-    const uint64_t seen = ptx::LoadRelaxedSys(word);
-    if (static_cast<uint32_t>(seen >> 32) == control.epoch) {
-      return static_cast<uint32_t>(seen);
-    }
-    const uint64_t now = ptx::GlobalTimer();
-    if (start == 0) start = now;
-    if (now - start > kPatienceNs) {
-      WaitsLong(Control(control), now - start, step, peer, seen);
-    }
-  }
-}
-
-// Waits for the ids of a peer's token, four words in flight at a time.
-template <int kWords>
-__device__ __forceinline__ Ids<kWords> Planner<kWords>::AwaitIds(
-    int32_t source, int32_t token) const {
-  Ids ids;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) ids.word[i] = ~0u;
-#pragma unroll
-  for (int first = 0; first < kWords; first += 4) {
-    if (first >= plan.num_words) continue;
-    uint64_t seen[4];
-    uint64_t start = 0;
-    for (;;) {
-      bool there = true;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Past the end, the last word again.
-        const int32_t word = min(first + i, plan.num_words - 1);
-        seen[i] = ptx::LoadRelaxedSys(IdWord(rank, source, word, token));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        there &= static_cast<uint32_t>(seen[i] >> 32) == control.epoch;
-      }
-      if (there) break;
-      const uint64_t now = ptx::GlobalTimer();
-      if (start == 0) start = now;
-      if (now - start > kPatienceNs) {
-        WaitsLong(Control(control), now - start, "the ids", source, seen[0]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (first + i < plan.num_words) {
-        ids.word[first + i] = static_cast<uint32_t>(seen[i]);
-      }
-    }
-  }
-  return ids;
-}
 
 // Counts the rows of a part's c-th warp, whose ids the caller's warp holds.
 template <int kWords>
@@ -321,18 +140,13 @@ __device__ __forceinline__ void Planner<kWords>::CountPart(int32_t part,
     const int32_t c = item - distance * part_warps;
     const int32_t token = TokenOf(part, c);
     const bool first = item == warp && part == blockIdx.x;
-    const Ids ids = first ? first_ids : OwnIds(token);
+    const Ids ids = first ? FirstIds() : OwnIds(token);
     if (distance == 0) {
       CountWarp(ids, c);
     } else if (token < num_tokens) {
       const int32_t turned = rank + distance;
       const int32_t peer = turned < num_ranks ? turned : turned - num_ranks;
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        if (i >= plan.num_words) continue;
-        ptx::StoreRelaxedSys(IdWord(peer, rank, i, token),
-                             control.Word(ids.word[i]));
-      }
+      PushIds(peer, token, ids);
     }
   }
   __syncthreads();
@@ -464,34 +278,11 @@ __device__ __forceinline__ void Planner<kWords>::WritePart(int32_t part) const {
       scratch.recv_slot[source] = begin + __popc(coming);
     }
     const int32_t slot = begin + __popc(coming & ((1u << lane) - 1));
-    if (comes && slot < params.capacity) WriteRow(source, token, slot, ids);
+    if (comes && slot < params.capacity) {
+      Base::WriteRow(source, token, slot, ids, scratch.expert_counts);
+    }
   }
   WriteRoutes(part);
-}
-
-template <int kWords>
-__device__ __forceinline__ void Planner<kWords>::WriteRow(
-    int32_t source, int32_t token, int32_t slot, const Ids& ids) const {
-  params.recv_src[slot] = source * num_tokens + token;
-  int32_t* to = params.recv_topk_idx + int64_t{slot} * params.top_k;
-  const auto local = [&](int32_t k) {
-    const int32_t id = Local(ids.At(k));
-    if (id >= 0) atomicAdd(&scratch.expert_counts[id], 1);
-    return id;
-  };
-  if (params.top_k % 4 == 0) {
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; k += 4) {
-      if (k >= params.top_k) continue;
-      *reinterpret_cast<int4*>(to + k) = {local(k), local(k + 1), local(k + 2),
-                                          local(k + 3)};
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < 2 * kWords; ++k) {
-      if (k < params.top_k) to[k] = local(k);
-    }
-  }
 }
 
 // Counts of the part stand in scratch.part_rows.
@@ -587,9 +378,6 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Scratch scratch;
   Planner<kWords>(params, scratch).Run();
 }
-
-// Most tokens name no more than 8 experts: their ids take fewer registers.
-constexpr int kFewWords = 4;
 
 }  // namespace
 

@@ -71,6 +71,8 @@ struct Buffers {
   float* in;
   float* out;
   float* grouped;  // [kPairs, kColumns]
+  PlanDispatchParams plan_dispatch = {};
+  float* planned;  // what it dispatched
 };
 
 Buffers Cut(Arena& arena, bool has_bulk) {
@@ -124,6 +126,10 @@ Buffers Cut(Arena& arena, bool has_bulk) {
                          reinterpret_cast<std::byte*>(b.out), row_bytes,
                          Element::kF32};
 
+  b.planned = arena.Take<float>(kTokens * kColumns);
+  b.plan_dispatch = {.plan = p, .rows = b.dispatch};
+  b.plan_dispatch.rows.leaves[0].out = reinterpret_cast<std::byte*>(b.planned);
+
   ExpertRowsParams& e = b.expert_rows;
   e.local_experts = kExperts;
   e.expert_alignment = 1;
@@ -172,7 +178,7 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
   }
   const Buffers b = Cut(arena, HasBulk(ordinal));
   std::vector<int32_t> ids(kPairs);
-  std::vector<float> in(kTokens * kColumns), out(in.size());
+  std::vector<float> in(kTokens * kColumns), out(in.size()), planned(in.size());
   std::vector<float> grouped(kPairs * kColumns);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i * 3 % kExperts;
   for (size_t i = 0; i < in.size(); ++i) in[i] = 1.5f * (i + 1);
@@ -189,6 +195,9 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
   general.op.slot = ControlLayout::kPlanSlots;
   if (status == cudaSuccess) check(LaunchPlan(general, stream));
   if (status == cudaSuccess) check(LaunchPlan(b.plan, stream));
+  if (status == cudaSuccess) {
+    check(LaunchPlanDispatch(b.plan_dispatch, stream));
+  }
   // Rows go there and back by the kernels for few tokens and by the others.
   if (status == cudaSuccess) check(LaunchDispatch(b.dispatch, stream));
   if (status == cudaSuccess) check(LaunchGeneralCombine(b.combine, stream));
@@ -205,9 +214,12 @@ std::string RunOnce(int ordinal, cudaStream_t stream) {
   check(cudaMemcpyAsync(grouped.data(), b.grouped,
                         grouped.size() * sizeof(float), cudaMemcpyDeviceToHost,
                         stream));
+  check(cudaMemcpyAsync(planned.data(), b.planned,
+                        planned.size() * sizeof(float), cudaMemcpyDeviceToHost,
+                        stream));
   check(cudaStreamSynchronize(stream));
   if (status != cudaSuccess) return Problem(ordinal, "self-test", status);
-  if (in != out || grouped != Grouped(ids, in)) {
+  if (in != out || in != planned || grouped != Grouped(ids, in)) {
     return "GPU " + std::to_string(ordinal) +
            ": self-test moved rows to wrong places";
   }
@@ -266,8 +278,8 @@ std::string SelfTest(int ordinal) {
                   DispatchPermuteKernelAddress(), PermuteKernelAddress(),
                   UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const auto& more :
-       {PushedPlanKernelAddresses(), FewCombineKernelAddresses(),
-        LowLatencyDispatchKernelAddresses(),
+       {PushedPlanKernelAddresses(), PlanDispatchKernelAddresses(),
+        FewCombineKernelAddresses(), LowLatencyDispatchKernelAddresses(),
         LowLatencyCombineKernelAddresses()}) {
     kernels.insert(kernels.end(), more.begin(), more.end());
   }

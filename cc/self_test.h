@@ -6,10 +6,11 @@
 
 namespace jax_ep {
 
-// Runs plan, dispatch, combine, expert_rows and dispatch_permute on GPU
-// `ordinal` with one rank and checks the rows. Returns what is wrong in words,
-// or "" where nothing is. Allocates and synchronises: for set-up only. A kernel
-// that is first loaded later would dead-lock behind one that waits for it.
+// Runs plan, dispatch, plan_dispatch, combine, expert_rows and dispatch_permute
+// on GPU `ordinal` with one rank and checks the rows. Returns what is wrong in
+// words, or "" where nothing is. Allocates and synchronises: for set-up only. A
+// kernel that is first loaded later would dead-lock behind one that waits for
+// it.
 std::string SelfTest(int ordinal);
 
 // What the kernels were compiled for, in CMake's words: "90a-real, ...".

@@ -9,7 +9,7 @@ from jax_ep.low_latency import (
     low_latency_dispatch,
 )
 from jax_ep.moe import moe, moe_with_plan
-from jax_ep.ops import combine, dispatch, permute, unpermute
+from jax_ep.ops import combine, dispatch, permute, plan_dispatch, unpermute
 from jax_ep.overlap import (
     Flight,
     combine_done,
@@ -43,6 +43,7 @@ __all__ = [
     "moe_with_plan",
     "overlap",
     "permute",
+    "plan_dispatch",
     "quantize_fp8",
     "unpermute",
 ]

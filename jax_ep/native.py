@@ -8,6 +8,7 @@ import pathlib
 import re
 import threading
 import types
+from collections.abc import Sequence
 
 import jax
 
@@ -32,6 +33,20 @@ def cuda() -> types.ModuleType:
 def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:
     """int32 elements of scratch that the plan asks XLA for."""
     return _load("_host").plan_workspace_size(num_ranks, num_experts)
+
+
+def plan_dispatch_fits(
+    *,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    row_bytes: Sequence[int],
+) -> bool:
+    """Whether one launch plans and dispatches leaves of `row_bytes` a row."""
+    return _load("_host").plan_dispatch_fits(
+        num_ranks, num_tokens, top_k, num_experts, list(row_bytes)
+    )
 
 
 def dispatch_permute_workspace_size(*, num_ranks: int) -> int:

@@ -14,9 +14,11 @@ from jax_ep import (
     expert_primitives,
     fused_primitives,
     node_primitives,
+    plan_dispatch_primitives,
     primitives,
 )
-from jax_ep.plan import Plan
+from jax_ep.communicator import Communicator
+from jax_ep.plan import Plan, check_request
 from jax_ep.primitive_rules import SUMMABLE
 
 # XLA packs these below a byte; they travel one to a byte, without loss.
@@ -59,6 +61,74 @@ def dispatch(tree: Any, plan: Plan) -> Any:
     leaves, treedef = _checked_leaves("dispatch", tree, plan)
     rows = _moves(plan).dispatch([_convert(x, _travels_as(x)) for x in leaves], plan)
     return treedef.unflatten(
+        [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
+    )
+
+
+def plan_dispatch(
+    tree: Any,
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    expert_alignment: int = 1,
+    expert_capacity: int | None = None,
+    node_capacity: int | None = None,
+) -> tuple[Plan, Any]:
+    """`make_plan` and `dispatch` of few tokens in one launch.
+
+    Exactly this, bit for bit::
+
+        plan = make_plan(topk_idx, comm=comm, num_experts=num_experts, ...)
+        return plan, dispatch(tree, plan)
+
+    and that is what it becomes where one launch cannot do it. One launch does on
+    backend "cuda" inside one node of at most 32 ranks, where both T * ceil(K / 2)
+    * (R - 1) <= 16384 and the tokens' rows, cut into pieces of 5120 bytes, are at
+    most 768 pieces (256 tokens of 14 KB, 768 of 5 KB, of all leaves together).
+
+    Args:
+      tree: as for `dispatch`. Leaves past the 16th take launches of their own.
+      topk_idx: as for `make_plan`, and so are all that follow.
+      comm: the communicator.
+      num_experts: E.
+      capacity: C.
+      capacity_factor: chooses capacities.
+      expert_alignment: group_sizes is rounded up to a multiple of it.
+      expert_capacity: S.
+      node_capacity: rows that a rank can send to another node.
+
+    Returns:
+      (plan, rows): a `Plan`, and the tree with leaves [C, ...].
+
+    Raises:
+      TypeError, ValueError, RuntimeError: as `make_plan` and `dispatch`, and in
+        their name.
+
+    Derivative: that of the two. The plan has none; the rows are linear in `tree`,
+    with the transpose `combine`. (`jax.linear_transpose` of a function that uses
+    the plan for more wants the two calls.)
+    """
+    request = check_request(
+        topk_idx,
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
+        node_capacity=node_capacity,
+    )
+    leaves, treedef = _leaves_of("dispatch", tree, request.num_tokens, "T")
+    if request.between_nodes:
+        plan = request.make()
+        return plan, dispatch(tree, plan)
+    arrays, rows = plan_dispatch_primitives.plan_dispatch(
+        request.ids, [_convert(x, _travels_as(x)) for x in leaves], **request.sizes
+    )
+    return request.inside_a_node(arrays), treedef.unflatten(
         [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
     )
 
@@ -279,6 +349,11 @@ def _checked_leaves(op: str, tree: Any, plan: Plan):
         "dispatch_start": (plan.num_tokens, "T"),
         "unpermute": (plan.expert_capacity, "S"),
     }.get(op, (plan.capacity, "C"))
+    return _leaves_of(op, tree, rows, name)
+
+
+def _leaves_of(op: str, tree: Any, rows: int, name: str):
+    """(leaves, structure) of arrays [rows, ...]."""
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     for leaf in leaves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,108 @@ def make_plan(
       TypeError, ValueError: a bad argument, with the rule and what was found.
       RuntimeError: the communicator is closed.
     """
+    return check_request(
+        topk_idx,
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
+        node_capacity=node_capacity,
+    ).make()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """A plan that is still to be made: the arguments of `make_plan`, checked.
+
+    Attributes:
+      ids: i32[T, K].
+      worst_case: the expert rows that there can be at most, pads included.
+      others: as in Plan.
+    """
+
+    ids: jax.Array
+    comm: Communicator
+    num_experts: int
+    capacity: int
+    expert_alignment: int
+    expert_capacity: int
+    worst_case: int
+    node_capacity: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.ids.shape[0]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Parameters of the primitives that make plans."""
+        return {
+            "comm": self.comm,
+            "num_experts": self.num_experts,
+            "capacity": self.capacity,
+            "expert_alignment": self.expert_alignment,
+        }
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether ranks ask those of other nodes.
+
+        T is the same on all ranks; where it is 0 nobody has to ask.
+        """
+        return self.comm.num_nodes > 1 and self.num_tokens > 0
+
+    def make(self) -> Plan:
+        """Asks the other ranks."""
+        if self.between_nodes:
+            arrays, crossing = node_plan.plan(
+                self.ids, **self.sizes, node_capacity=self.node_capacity
+            )
+            return self._plan(arrays, crossing)
+        return self.inside_a_node(primitives.plan(self.ids, **self.sizes))
+
+    def inside_a_node(self, arrays: dict[str, jax.Array]) -> Plan:
+        """The plan that consists of `arrays`, as primitives.plan returns them."""
+        nodes = {
+            "node_demand": jnp.zeros_like(arrays["num_recv"]),
+            "node_overflow": jnp.zeros_like(arrays["overflow"]),
+        }
+        return self._plan(arrays | nodes, None)
+
+    def _plan(self, arrays, crossing) -> Plan:
+        # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
+        ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
+        if self.expert_capacity < self.worst_case:
+            fitting = jnp.minimum(ends, self.expert_capacity)
+            arrays = arrays | {"group_sizes": jnp.diff(fitting, prepend=0)}
+        return Plan(
+            **arrays,
+            **self.sizes,
+            _crossing=crossing,
+            expert_demand=ends[-1],
+            expert_overflow=ends[-1] > self.expert_capacity,
+            num_tokens=self.num_tokens,
+            top_k=self.ids.shape[1],
+            expert_capacity=self.expert_capacity,
+            node_capacity=self.node_capacity,
+        )
+
+
+def check_request(
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None,
+    capacity_factor: float | None,
+    expert_alignment: int,
+    expert_capacity: int | None,
+    node_capacity: int | None,
+) -> PlanRequest:
+    """Checks the arguments of `make_plan` and fills in what follows from others."""
     if not isinstance(comm, Communicator):
         raise TypeError(
             "jax_ep.make_plan: comm must be a jax_ep.Communicator, found "
@@ -177,41 +280,15 @@ def make_plan(
         )
     node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
     node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
-    node_capacity = min(node_capacity, max(1, num_tokens))
-    sizes = {
-        "comm": comm,
-        "num_experts": num_experts,
-        "capacity": capacity,
-        "expert_alignment": expert_alignment,
-    }
-    ids = _as_int32(topk_idx, num_experts)
-    # T is the same on all ranks; where it is 0 nobody has to ask.
-    if comm.num_nodes > 1 and num_tokens > 0:
-        arrays, crossing = node_plan.plan(ids, **sizes, node_capacity=node_capacity)
-    else:
-        arrays, crossing = primitives.plan(ids, **sizes), None
-        arrays |= {
-            "node_demand": jnp.zeros_like(arrays["num_recv"]),
-            "node_overflow": jnp.zeros_like(arrays["overflow"]),
-        }
-    # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
-    ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
-    if expert_capacity < worst_case:
-        fitting = jnp.minimum(ends, expert_capacity)
-        arrays["group_sizes"] = jnp.diff(fitting, prepend=0)
-    return Plan(
-        **arrays,
-        _crossing=crossing,
-        expert_demand=ends[-1],
-        expert_overflow=ends[-1] > expert_capacity,
+    return PlanRequest(
+        ids=_as_int32(topk_idx, num_experts),
         comm=comm,
         num_experts=num_experts,
-        num_tokens=num_tokens,
-        top_k=top_k,
         capacity=capacity,
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
-        node_capacity=node_capacity,
+        worst_case=worst_case,
+        node_capacity=min(node_capacity, max(1, num_tokens)),
     )
 
 

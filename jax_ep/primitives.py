@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from jax_ep.communicator import Communicator
     from jax_ep.plan import Plan
 
-_PLAN_FIELDS = (
+# The results of ep_plan, as Plan names them.
+PLAN_FIELDS = (
     "_routes",
     "num_recv",
     "num_demand",
@@ -47,9 +48,9 @@ _PLAN_FIELDS = (
     "expert_counts",
     "group_sizes",
 )
-# Routing operands that stand before the leaves in ep_dispatch and ep_combine:
-# routes, num_recv, recv_src.
-NUM_ROUTING = 3
+# Routing operands that stand before the leaves in ep_dispatch and ep_combine.
+ROUTING_FIELDS = ("_routes", "num_recv", "recv_src")
+NUM_ROUTING = len(ROUTING_FIELDS)
 
 
 def plan(
@@ -69,7 +70,7 @@ def plan(
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
-    return dict(zip(_PLAN_FIELDS, outputs, strict=True))
+    return dict(zip(PLAN_FIELDS, outputs, strict=True))
 
 
 def dispatch(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
@@ -120,7 +121,8 @@ def sizes(plan: Plan) -> dict[str, Any]:
 # Abstract evaluation ---------------------------------------------------------
 
 
-def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
+def plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
+    """The abstract values of PLAN_FIELDS."""
     num_tokens, top_k = topk_idx.shape
     ranks = comm.num_ranks
     local_experts = -(-num_experts // ranks)
@@ -144,7 +146,7 @@ def _plan_abstract_eval(topk_idx, *, comm, num_experts, capacity, **_):
             # number of dimensions differs from the operand's.
             sharding=topk_idx.sharding.update(spec=P(*(None for _ in shape))),
         )
-        for name, shape in zip(_PLAN_FIELDS, shapes, strict=True)
+        for name, shape in zip(PLAN_FIELDS, shapes, strict=True)
     ]
 
 
@@ -234,6 +236,12 @@ def _is_plain(comm: Communicator, num_tokens: int) -> bool:
     return comm.backend == "xla" or num_tokens == 0
 
 
+def plan_workspace(comm: Communicator, num_experts: int) -> Any:
+    """The scratch of a plan, its last result."""
+    size = native.plan_workspace_size(num_ranks=comm.num_ranks, num_experts=num_experts)
+    return jax.core.ShapedArray((size,), np.dtype(np.int32))
+
+
 def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignment):
     if _is_plain(comm, ctx.avals_in[0].shape[0]):
         xla_plan = functools.partial(
@@ -245,26 +253,17 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
             expert_alignment=expert_alignment,
         )
         return mlir.lower_fun(xla_plan, multiple_results=True)(ctx, topk_idx)
-    workspace = jax.core.ShapedArray(
-        (
-            native.plan_workspace_size(
-                num_ranks=comm.num_ranks,
-                num_experts=num_experts,
-            ),
-        ),
-        np.dtype(np.int32),
-    )
     results = communicator_call(
         ctx,
         "jax_ep_plan",
         [topk_idx],
         ctx.avals_in,
-        [*ctx.avals_out, workspace],
+        [*ctx.avals_out, plan_workspace(comm, num_experts)],
         comm,
         num_experts=num_experts,
         expert_alignment=expert_alignment,
     )
-    return results[: len(_PLAN_FIELDS)]
+    return results[: len(PLAN_FIELDS)]
 
 
 def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
@@ -386,7 +385,7 @@ def define_rows(
     return primitive
 
 
-plan_p = define("ep_plan", _plan_abstract_eval, _plan_lowering, cacheable=False)
+plan_p = define("ep_plan", plan_abstract_eval, _plan_lowering, cacheable=False)
 ad.primitive_jvps[plan_p] = functools.partial(integers_jvp, plan_p)
 batching.primitive_batchers[plan_p] = functools.partial(each_element, plan_p)
 dispatch_p = define_rows(

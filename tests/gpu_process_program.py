@@ -5,6 +5,7 @@ options as JSON. The functions run on virtual CPU devices too.
 """
 
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -76,6 +77,7 @@ def exchanges(*, steps=12, rounds=2, megabytes=64, **options):
         # Rows longer than a slot of staging memory.
         on_device.Traffic(ranks, 40, 2, ranks, 17_000, dtype=jnp.float32),
     ]
+    shapes += [dataclasses.replace(shapes[i], in_one=True) for i in (0, 2, 3)]
 
     def body(first):
         def step(carry, i):

@@ -16,7 +16,10 @@ from training import train
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 
 GPUS = ("0", "1")
-OPERATIONS = ("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py")
+OPERATIONS = (
+    *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
+    "tests/plan_dispatch_test.py",
+)
 DIRECT = [["direct", "direct"], ["direct", "direct"]]
 STAGED = [["direct", "staged"], ["staged", "direct"]]
 SMALL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import random
@@ -234,7 +235,16 @@ def graphs(args):
         capacity=70 * args.ranks,  # drops in the steps where all go to rank 0
     )
     found = {"replays": replays(comm, traffic, args.replays)}
+    in_one = dataclasses.replace(traffic, in_one=True)
     if not args.brief:
+        found["in one"] = replays(comm, in_one, args.replays)
+        found["in one, two chains"] = replays(
+            comm,
+            in_one,
+            args.replays // 5,
+            chains=2,
+            xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
+        )
         found["moving memory"] = moving_memory(comm, traffic, 100)
         found["loop"] = loop(comm, traffic, 60)
         # As branches of one graph.

@@ -179,6 +179,18 @@ def test_graph_with_two_exchanges_at_a_time(with_graphs):
     assert found["calls of the others"] < every_time / 10, found
 
 
+@pytest.mark.parametrize(
+    ("which", "chains"), [("in one", 1), ("in one, two chains", 2)]
+)
+def test_graph_of_plan_dispatch(with_graphs, which, chains):
+    found = with_graphs[which]
+    assert found["wrong"] == 0
+    # plan_dispatch and combine
+    every_time = found["launches"] * chains * 2 * RANKS
+    assert found["calls of the first run"] > 0
+    assert found["calls of the others"] < every_time / 10, found
+
+
 def test_low_latency_in_a_graph(start):
     """Ids and tokens change with every run, which the host does not see."""
     child = start("low_latency", "--ranks", RANKS, flags=GRAPHS, memory=0.05)

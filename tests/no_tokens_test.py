@@ -12,7 +12,10 @@ from conftest import CRASHES_WITHOUT_TOKENS, SAFE_WITHOUT_TOKENS
 from processes import run_script
 
 HERE = pathlib.Path(__file__).resolve().parent
-FILES = ("plan", "dispatch", "combine", "permute", "dispatch_permute", "moe")
+FILES = (
+    *("plan", "dispatch", "plan_dispatch", "combine", "permute", "dispatch_permute"),
+    "moe",
+)
 
 
 @pytest.mark.skipif(not CRASHES_WITHOUT_TOKENS, reason="this XLA takes them")

@@ -86,6 +86,7 @@ class Traffic:
       ranks, tokens, top_k, experts, columns: R, T, K, E and H.
       capacity: C; R * T where it is None.
       dtype: of the rows; one that combine takes.
+      in_one: plan_dispatch instead of make_plan and dispatch.
     """
 
     ranks: int
@@ -95,6 +96,7 @@ class Traffic:
     columns: int
     capacity: int | None = None
     dtype: typing.Any = jnp.bfloat16
+    in_one: bool = False
 
     @property
     def slots(self) -> int:
@@ -168,17 +170,21 @@ class Traffic:
             and back. None: dispatch and combine are whole operations.
         """
         rank = lax.axis_index(comm.axis_name)
-        plan = jax_ep.make_plan(
-            late(self.ids(step, rank), step, 0),
-            comm=comm,
-            num_experts=self.experts,
-            capacity=self.slots,
-        )
+        ids = late(self.ids(step, rank), step, 0)
+        sizes = {
+            "comm": comm,
+            "num_experts": self.experts,
+            "capacity": self.slots,
+        }
         x = self.rows(step, rank, jnp.arange(self.tokens))
         there, back = (), ()
-        if beside is None:
+        if self.in_one:
+            plan, received = jax_ep.plan_dispatch(x, ids, **sizes)
+        elif beside is None:
+            plan = jax_ep.make_plan(ids, **sizes)
             received = jax_ep.dispatch(x, plan)
         else:
+            plan = jax_ep.make_plan(ids, **sizes)
             flight = jax_ep.dispatch_start(x, plan)
             flight, there = jax_ep.overlap(flight, beside, step, 0)
             received = jax_ep.dispatch_done(flight)

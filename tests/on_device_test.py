@@ -22,8 +22,9 @@ def traffic(ranks, **kwargs):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("capacity", [None, 20])
-def test_agrees_with_the_oracle(ranks, capacity):
-    some = traffic(ranks, capacity=capacity)
+@pytest.mark.parametrize("in_one", [False, True])
+def test_agrees_with_the_oracle(ranks, capacity, in_one):
+    some = traffic(ranks, capacity=capacity, in_one=in_one)
     comm = harness.communicator(BACKEND, ranks)
     program = harness.Program(some.exchange, comm)
     rank = np.arange(ranks)

@@ -131,6 +131,62 @@ ffi::Error Launched(const char* op, cudaError_t status) {
                               ": launch failed: " + cudaGetErrorString(status));
 }
 
+// Results of a plan, as kernels get them.
+struct PlanResults {
+  ffi::ResultBufferR3<ffi::S32>& routes;
+  ffi::ResultBufferR0<ffi::S32>& num_recv;
+  ffi::ResultBufferR0<ffi::S32>& num_demand;
+  ffi::ResultBufferR0<ffi::PRED>& overflow;
+  ffi::ResultBufferR1<ffi::S32>& recv_counts;
+  ffi::ResultBufferR2<ffi::S32>& recv_topk_idx;
+  ffi::ResultBufferR1<ffi::S32>& recv_src;
+  ffi::ResultBufferR1<ffi::S32>& expert_counts;
+  ffi::ResultBufferR1<ffi::S32>& group_sizes;
+};
+
+// All but op.tag and what other processes can reach.
+ffi::ErrorOr<PlanParams> PlanOf(const Operation& op,
+                                const ffi::BufferR2<ffi::S32>& topk_idx,
+                                const PlanResults& results, int32_t* workspace,
+                                const ffi::Dictionary& attributes) {
+  const auto num_experts = attributes.get<int64_t>("num_experts");
+  const auto alignment = attributes.get<int64_t>("expert_alignment");
+  if (num_experts.has_error()) return ffi::Unexpected(num_experts.error());
+  if (alignment.has_error()) return ffi::Unexpected(alignment.error());
+  return PlanParams{
+      .op = op,
+      .num_experts = static_cast<int32_t>(*num_experts),
+      .expert_alignment = static_cast<int32_t>(*alignment),
+      .top_k = static_cast<int32_t>(topk_idx.dimensions()[1]),
+      .num_tokens = topk_idx.dimensions()[0],
+      .capacity = results.recv_src->dimensions()[0],
+      .topk_idx = topk_idx.typed_data(),
+      .routes = results.routes->typed_data(),
+      .num_recv = results.num_recv->typed_data(),
+      .num_demand = results.num_demand->typed_data(),
+      .overflow = results.overflow->typed_data(),
+      .recv_counts = results.recv_counts->typed_data(),
+      .recv_topk_idx = results.recv_topk_idx->typed_data(),
+      .recv_src = results.recv_src->typed_data(),
+      .expert_counts = results.expert_counts->typed_data(),
+      .group_sizes = results.group_sizes->typed_data(),
+      .workspace = workspace,
+      .exported = {},
+  };
+}
+
+// The tag of a plan, or of what begins with one.
+Tag PlanTag(const CudaCallSite& site, const char* op,
+            const PlanParams& params) {
+  Tag tag(site, op);
+  tag.Add(params.num_experts);
+  tag.Add(params.expert_alignment);
+  tag.Add(params.top_k);
+  tag.Add(params.num_tokens);
+  tag.Add(params.capacity);
+  return tag;
+}
+
 ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                 ffi::BufferR2<ffi::S32> topk_idx,
                 ffi::ResultBufferR3<ffi::S32> routes,
@@ -144,45 +200,23 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                 ffi::ResultBufferR1<ffi::S32> group_sizes,
                 ffi::ResultBufferR1<ffi::S32> workspace,
                 ffi::Dictionary attributes) {
-  const auto num_experts = attributes.get<int64_t>("num_experts");
-  const auto alignment = attributes.get<int64_t>("expert_alignment");
   const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal);
-  if (num_experts.has_error()) return num_experts.error();
-  if (alignment.has_error()) return alignment.error();
   if (op.has_error()) return op.error();
+  ffi::ErrorOr<PlanParams> params =
+      PlanOf(*op, topk_idx,
+             {routes, num_recv, num_demand, overflow, recv_counts,
+              recv_topk_idx, recv_src, expert_counts, group_sizes},
+             workspace->typed_data(), attributes);
+  if (params.has_error()) return params.error();
   const auto exported = [&](auto& buffer) {
     return IsExported(*site, ordinal, buffer->untyped_data(),
                       buffer->size_bytes());
   };
-  PlanParams params = {
-      .op = *op,
-      .num_experts = static_cast<int32_t>(*num_experts),
-      .expert_alignment = static_cast<int32_t>(*alignment),
-      .top_k = static_cast<int32_t>(topk_idx.dimensions()[1]),
-      .num_tokens = topk_idx.dimensions()[0],
-      .capacity = recv_src->dimensions()[0],
-      .topk_idx = topk_idx.typed_data(),
-      .routes = routes->typed_data(),
-      .num_recv = num_recv->typed_data(),
-      .num_demand = num_demand->typed_data(),
-      .overflow = overflow->typed_data(),
-      .recv_counts = recv_counts->typed_data(),
-      .recv_topk_idx = recv_topk_idx->typed_data(),
-      .recv_src = recv_src->typed_data(),
-      .expert_counts = expert_counts->typed_data(),
-      .group_sizes = group_sizes->typed_data(),
-      .workspace = workspace->typed_data(),
-      .exported = {exported(recv_topk_idx), exported(recv_src),
-                   exported(workspace)},
-  };
-  Tag tag(*site, "plan");
-  tag.Add(params.num_experts);
-  tag.Add(params.expert_alignment);
-  tag.Add(params.top_k);
-  tag.Add(params.num_tokens);
-  tag.Add(params.capacity);
-  params.op.tag = tag.value();
-  return Launched("plan", LaunchPlan(params, stream));
+  params->exported[0] = exported(recv_topk_idx);
+  params->exported[1] = exported(recv_src);
+  params->exported[2] = exported(workspace);
+  params->op.tag = PlanTag(*site, "plan", *params).value();
+  return Launched("plan", LaunchPlan(*params, stream));
 }
 
 // What dispatch and combine share; `capacity_is_out` says on which side the
@@ -251,6 +285,40 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
       CombineRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
   return Launched("combine", LaunchCombine(*params, stream));
+}
+
+// Results: those of a plan, N leaves [C, ...], the plan's workspace.
+ffi::Error PlanDispatch(CudaCallSite* site, int32_t ordinal,
+                        cudaStream_t stream, ffi::BufferR2<ffi::S32> topk_idx,
+                        ffi::RemainingArgs in,
+                        ffi::ResultBufferR3<ffi::S32> routes,
+                        ffi::ResultBufferR0<ffi::S32> num_recv,
+                        ffi::ResultBufferR0<ffi::S32> num_demand,
+                        ffi::ResultBufferR0<ffi::PRED> overflow,
+                        ffi::ResultBufferR1<ffi::S32> recv_counts,
+                        ffi::ResultBufferR2<ffi::S32> recv_topk_idx,
+                        ffi::ResultBufferR1<ffi::S32> recv_src,
+                        ffi::ResultBufferR1<ffi::S32> expert_counts,
+                        ffi::ResultBufferR1<ffi::S32> group_sizes,
+                        ffi::RemainingRets out, ffi::Dictionary attributes) {
+  if (in.size() < 1 || out.size() != in.size() + 1) {
+    return Invalid("jax_ep plan_dispatch: as many leaves must come as go");
+  }
+  const ffi::ErrorOr<RowParams> rows =
+      DispatchRows(*site, ordinal, {*routes, *num_recv, *recv_src}, in, out);
+  if (rows.has_error()) return rows.error();
+  void* const workspace = (**out.get<ffi::AnyBuffer>(in.size())).untyped_data();
+  const ffi::ErrorOr<PlanParams> plan =
+      PlanOf(rows->op, topk_idx,
+             {routes, num_recv, num_demand, overflow, recv_counts,
+              recv_topk_idx, recv_src, expert_counts, group_sizes},
+             static_cast<int32_t*>(workspace), attributes);
+  if (plan.has_error()) return plan.error();
+  Tag tag = PlanTag(*site, "plan_dispatch", *plan);
+  tag.Add(rows->op.tag);  // knows the leaves
+  PlanDispatchParams params = {.plan = *plan, .rows = *rows};
+  params.plan.op.tag = params.rows.op.tag = tag.value();
+  return Launched("plan_dispatch", LaunchPlanDispatch(params, stream));
 }
 
 // Operands: N leaves [T, ...]. Results: G leaves [S, ...] and N - G leaves
@@ -391,6 +459,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch, BindRows<CudaCallSite>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine, BindRows<CudaCallSite>(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpPlanDispatch, PlanDispatch,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::State<CudaCallSite>>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
+        .RemainingArgs()
+        .Ret<ffi::BufferR3<ffi::S32>>()   // routes
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
+        .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
+        .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
+        .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
+        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
+        .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
+        .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
+        .RemainingRets()
+        .Attrs(),
+    {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpDispatchPermute, DispatchPermute,
     ffi::Ffi::Bind()

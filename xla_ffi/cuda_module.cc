@@ -39,6 +39,7 @@ namespace nb = nanobind;
 nb::dict Handlers() {
   nb::dict handlers;
   handlers["jax_ep_plan"] = Handler(EpInstantiate, EpPlan);
+  handlers["jax_ep_plan_dispatch"] = Handler(EpInstantiate, EpPlanDispatch);
   handlers["jax_ep_dispatch"] = Handler(EpInstantiate, EpDispatch);
   handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
   handlers["jax_ep_dispatch_start"] =

@@ -147,6 +147,15 @@ NB_MODULE(_host, m) {
       },
       nb::arg("num_ranks"), nb::arg("max_tokens"), nb::arg("hidden"),
       nb::arg("element_bytes"));
+  m.def(
+      "plan_dispatch_fits",
+      [](int32_t num_ranks, int64_t num_tokens, int32_t top_k,
+         int32_t num_experts, const std::vector<int64_t>& row_bytes) {
+        return PlanDispatchFits(num_ranks, num_tokens, top_k, num_experts,
+                                row_bytes.data(), row_bytes.size());
+      },
+      nb::arg("num_ranks"), nb::arg("num_tokens"), nb::arg("top_k"),
+      nb::arg("num_experts"), nb::arg("row_bytes"));
   m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),
         nb::arg("num_experts"));
 }

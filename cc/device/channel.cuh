@@ -407,7 +407,8 @@ static __device__ Range SlotsOf(const RowParams& params, int64_t source,
     int32_t high = *params.num_recv;
     while (low < high) {
       const int32_t middle = low + (high - low) / 2;
-      if (__ldg(recv_src + middle) < key) {
+      // Not through the read-only cache: plan_dispatch has just written it.
+      if (__ldcg(recv_src + middle) < key) {
         low = middle + 1;
       } else {
         high = middle;

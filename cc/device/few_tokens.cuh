@@ -19,10 +19,7 @@ namespace jax_ep {
 // Units of 16 bytes that a lane has of a piece at most: with 24 blocks each
 // warp has one piece of 128 rows of 14 KB.
 inline constexpr int kPieceUnits = 10;
-inline constexpr int64_t kPieceBytes = kPieceUnits * kWarpSize * 16;
-// Tokens are few where there are no more pieces: 256 tokens of 14 KB. All ranks
-// have to agree, so it is a matter of sizes alone.
-inline constexpr int64_t kFewPieces = 768;
+static_assert(kPieceBytes == kPieceUnits * kWarpSize * 16);
 
 // How a leaf's rows are cut, worked out on the host.
 struct PieceCut {
@@ -72,7 +69,7 @@ inline bool CutFew(const RowParams& rows, int64_t piece_units, FewParams& few) {
   int64_t pieces = 0;
   for (int32_t i = 0; i < rows.num_leaves; ++i) {
     const Leaf& leaf = rows.leaves[i];
-    const int64_t least = (leaf.row_bytes + kPieceBytes - 1) / kPieceBytes;
+    const int64_t least = PiecesOfRow(leaf.row_bytes);
     pieces += least * rows.num_tokens;
     if (least < 1 || least > kFewPieces || pieces > kFewPieces) return false;
     const uint64_t bits = reinterpret_cast<uint64_t>(leaf.in) |

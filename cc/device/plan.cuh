@@ -36,12 +36,10 @@ struct ExpertMap {
   }
 };
 
-// Slots [demand, capacity) of this rank hold no row. Called by all threads of
-// all blocks.
-static __device__ void FillEmptySlots(const PlanParams& params,
-                                      int32_t demand) {
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+// Slots [demand, capacity) of this rank hold no row: the share of thread
+// `thread` of `threads`.
+static __device__ void FillEmptySlots(const PlanParams& params, int32_t demand,
+                                      int64_t thread, int64_t threads) {
   const int64_t filled = min(int64_t{demand}, params.capacity);
   for (int64_t i = filled + thread; i < params.capacity; i += threads) {
     params.recv_src[i] = -1;
@@ -50,6 +48,13 @@ static __device__ void FillEmptySlots(const PlanParams& params,
        i < params.capacity * params.top_k; i += threads) {
     params.recv_topk_idx[i] = -1;
   }
+}
+
+// The same, called by all threads of all blocks.
+static __device__ __forceinline__ void FillEmptySlots(const PlanParams& params,
+                                                      int32_t demand) {
+  FillEmptySlots(params, demand, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+                 int64_t{gridDim.x} * blockDim.x);
 }
 
 // What follows from received_rows [R] alone: rows that each source has for this

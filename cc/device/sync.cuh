@@ -34,11 +34,22 @@ struct Control {
 
   // All threads of a block construct it first of all.
   __device__ Control(const Operation& operation, const char* operation_name)
+      : Control(operation, operation_name, ReadEpoch(operation)) {}
+  // With the epoch that ReadEpoch() gave the caller earlier in this launch.
+  __device__ Control(const Operation& operation, const char* operation_name,
+                     uint32_t this_epoch)
       : op(operation),
         name(operation_name),
         layout(operation.view.num_ranks),
-        epoch(After(*reinterpret_cast<volatile uint32_t*>(
-            Slot(operation.view.rank) + layout.epoch))) {}
+        epoch(this_epoch) {}
+
+  static __device__ uint32_t ReadEpoch(const Operation& operation) {
+    const ControlLayout layout(operation.view.num_ranks);
+    const std::byte* slot = operation.view.control[operation.view.rank] +
+                            operation.slot * layout.slot_bytes;
+    return After(
+        *reinterpret_cast<const volatile uint32_t*>(slot + layout.epoch));
+  }
 
   // Words that nobody has written yet hold epoch 0, so none is called that; odd
   // and even epochs take turns.
