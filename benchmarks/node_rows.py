@@ -67,8 +67,12 @@ def measure(arguments: argparse.Namespace, node_size: int | None) -> None:
             routing(ranks, arguments.tokens, arguments.top_k, arguments.experts),
             sharding,
         )
-        x = jnp.zeros((ranks * arguments.tokens, arguments.hidden), jnp.bfloat16)
-        x = jax.device_put(x, sharding)
+        shape = (ranks * arguments.tokens, arguments.hidden)
+        draw = jax.jit(
+            lambda key: jax.random.normal(key, shape, jnp.bfloat16),
+            out_shardings=sharding,
+        )
+        x = draw(jax.random.key(0))
 
         def timed(body, *args):
             mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -85,13 +85,15 @@ __device__ void LoadStages(const CombineParams& params,
                            std::byte* bytes, Turn& turn) {
   const Columns columns(params, params.leaves[i]);
   const int32_t lane = threadIdx.x % kWarpSize;
-  int64_t token = blockIdx.x;
-  int2 next = token < params.num_tokens ? RouteOf(params, token) : int2{-1, -1};
-  for (; token < params.num_tokens; token += gridDim.x) {
-    const int2 route = next;
-    if (token + gridDim.x < params.num_tokens) {
-      next = RouteOf(params, token + gridDim.x);
+  const auto ask = [&](int64_t first, int2(&routes)[kRoutesAhead]) {
+#pragma unroll
+    for (int j = 0; j < kRoutesAhead; ++j) {
+      const int64_t token = first + j * gridDim.x;
+      routes[j] =
+          token < params.num_tokens ? RouteOf(params, token) : int2{-1, -1};
     }
+  };
+  const auto load = [&](int64_t token, int2 route) {
     const uint32_t rows = __ballot_sync(kAllLanes, route.x >= 0);
     const auto* from =
         reinterpret_cast<const std::byte*>(RowAt(params, inputs, i, route));
@@ -114,6 +116,20 @@ __device__ void LoadStages(const CombineParams& params,
         bulk::Load(bytes + turn.stage * kStageBytes + place * columns.bytes,
                    from + begin, size, &stage.loaded);
       }
+    }
+  };
+  int2 next[kRoutesAhead];
+  ask(blockIdx.x, next);
+  for (int64_t first = blockIdx.x; first < params.num_tokens;
+       first += kRoutesAhead * gridDim.x) {
+    int2 routes[kRoutesAhead];
+#pragma unroll
+    for (int j = 0; j < kRoutesAhead; ++j) routes[j] = next[j];
+    ask(first + kRoutesAhead * gridDim.x, next);
+#pragma unroll
+    for (int j = 0; j < kRoutesAhead; ++j) {
+      const int64_t token = first + j * gridDim.x;
+      if (token < params.num_tokens) load(token, routes[j]);
     }
   }
 }

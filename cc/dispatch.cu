@@ -141,19 +141,23 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
         max(min(workers.count / max(params.num_tokens, int64_t{1}), pieces),
             int64_t{1}));
     const int64_t items = params.num_tokens * parts;
-    int2 next = workers.index < items ? RouteOf(params, workers.index / parts)
-                                      : int2{-1, -1};
-    for (int64_t item = workers.index; item < items; item += workers.count) {
-      const int64_t token = item / parts;
-      const int64_t part = item - token * parts;
-      const int2 route = InRole(params, role, next);
-      // Asked for now, looked at when this token's pieces are on their way.
-      if (item + workers.count < items) {
-        next = RouteOf(params, (item + workers.count) / parts);
+    const auto token_of = [&](int64_t item) {
+      return parts == 1 ? item : item / parts;
+    };
+    const auto ask = [&](int64_t first, int2(&routes)[kRoutesAhead]) {
+#pragma unroll
+      for (int j = 0; j < kRoutesAhead; ++j) {
+        const int64_t item = first + j * workers.count;
+        routes[j] =
+            item < items ? RouteOf(params, token_of(item)) : int2{-1, -1};
       }
+    };
+    const auto move = [&](int64_t item, int2 route) {
       const uint64_t target = RowAt(params, outputs, i, route);
       const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
-      if (targets == 0) continue;
+      if (targets == 0) return;
+      const int64_t token = token_of(item);
+      const int64_t part = item - token * parts;
       const std::byte* in = leaf.in + token * leaf.row_bytes;
       for (int64_t piece = pieces * part / parts;
            piece < pieces * (part + 1) / parts; ++piece) {
@@ -162,6 +166,21 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
             in + begin,
             static_cast<uint32_t>(min(piece_bytes, leaf.row_bytes - begin)),
             target == 0 ? 0 : target + begin, targets);
+      }
+    };
+    int2 next[kRoutesAhead];
+    ask(workers.index, next);
+    for (int64_t first = workers.index; first < items;
+         first += kRoutesAhead * workers.count) {
+      int2 routes[kRoutesAhead];
+#pragma unroll
+      for (int j = 0; j < kRoutesAhead; ++j) {
+        routes[j] = InRole(params, role, next[j]);
+      }
+      ask(first + kRoutesAhead * workers.count, next);
+#pragma unroll
+      for (int j = 0; j < kRoutesAhead; ++j) {
+        move(first + j * workers.count, routes[j]);
       }
     }
   }

@@ -15,8 +15,11 @@
 
 namespace jax_ep {
 
-// Ranks of one group. The only limit on R; masks of ranks are 64-bit words.
-inline constexpr int kMaxRanks = 64;
+// Ranks of one group: an NVLink domain has up to 72. A multiple of a warp's
+// lanes.
+inline constexpr int kMaxRanks = 96;
+// Where a set of ranks is one 64-bit word.
+inline constexpr int kMaxRanksOfWord = 64;
 // Experts that a token may name: the routes of a token fit a warp's lanes.
 inline constexpr int kMaxTopK = 32;
 // Leaves that one launch carries.
@@ -68,14 +71,16 @@ struct PushedPlan {
 
   // Words for counts: [num_parts][R][R] fits.
   JAX_EP_HOST_DEVICE static constexpr int32_t CountWords(int32_t num_ranks) {
-    const int32_t most = kMaxParts * num_ranks * num_ranks;
-    return most < kMaxRanks * kMaxRanks ? most : kMaxRanks * kMaxRanks;
+    constexpr int32_t kMost = kMaxRanksOfWord * kMaxRanksOfWord;
+    const int32_t wanted = kMaxParts * num_ranks * num_ranks;
+    return wanted < kMost ? wanted : kMost;
   }
 
   JAX_EP_HOST_DEVICE constexpr PushedPlan(int32_t num_ranks, int64_t num_tokens,
                                           int32_t top_k, int32_t num_experts)
       : fits(false), num_words((top_k + 1) / 2), num_parts(1), part_tokens(32) {
     const int64_t peers = num_ranks > 1 ? num_ranks - 1 : 1;
+    if (num_ranks > kMaxRanksOfWord) return;
     if (num_tokens * num_words * peers > kIdWords) return;
     if (num_experts > kNoExpert) return;
     if (LocalExperts(num_experts, num_ranks) > kMaxLocalExperts) return;

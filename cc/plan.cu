@@ -40,6 +40,20 @@ constexpr int kSharedExperts = 2048;
 // Counters of a warp: lane l counts for the ranks l, l + 32, ...
 constexpr int kCounters = kMaxRanks / kWarpSize;
 
+// A set of ranks.
+struct RankSet {
+  uint32_t words[kCounters];
+
+  __device__ void Add(int32_t rank) {
+#pragma unroll
+    for (int c = 0; c < kCounters; ++c) {
+      if (rank / kWarpSize == c) words[c] |= 1u << rank % kWarpSize;
+    }
+  }
+  // Whether the rank with this bit of word c is in it.
+  __device__ bool Has(int c, int32_t bit) const { return words[c] >> bit & 1; }
+};
+
 struct Scratch {
   std::byte* peers[kNumAddresses * kMaxRanks];
   std::byte* own[kNumAddresses];
@@ -71,46 +85,50 @@ struct Planner {
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
-  __device__ uint64_t RanksOf(int64_t token) const;
-  __device__ void AddRows(uint64_t ranks, int32_t (&count)[kCounters]) const;
+  __device__ RankSet RanksOf(int64_t token) const;
+  __device__ void AddRows(const RankSet& ranks,
+                          int32_t (&count)[kCounters]) const;
   __device__ void CountTokens(int64_t end) const;
   __device__ void Publish() const;
   __device__ bool LearnSlots() const;
   __device__ void WriteTokens(Range chunks) const;
-  __device__ void WriteRoutes(int64_t token, uint64_t ranks) const;
+  __device__ void WriteRoutes(int64_t token, const RankSet& ranks) const;
   __device__ void WriteRow(int64_t token, int32_t rank, int32_t slot) const;
   __device__ void SendExpertCounts() const;
   __device__ void WriteExpertCounts() const;
 };
 
-// Bit r is set where this token goes to rank r.
-__device__ uint64_t Planner::RanksOf(int64_t token) const {
-  uint64_t ranks = 0;
+// The ranks that this token goes to.
+__device__ RankSet Planner::RanksOf(int64_t token) const {
+  RankSet ranks = {};
   if (token >= params.num_tokens) return ranks;
+  const auto add = [&](int32_t id) {
+    if (experts.IsExpert(id)) ranks.Add(experts.RankOf(id));
+  };
   const int32_t* ids = params.topk_idx + token * params.top_k;
   if (params.top_k % 4 == 0) {
     for (int32_t k = 0; k < params.top_k; k += 4) {
       const int4 four = __ldg(reinterpret_cast<const int4*>(ids + k));
-      ranks |= experts.RankBit(four.x) | experts.RankBit(four.y) |
-               experts.RankBit(four.z) | experts.RankBit(four.w);
+      add(four.x);
+      add(four.y);
+      add(four.z);
+      add(four.w);
     }
   } else {
-    for (int32_t k = 0; k < params.top_k; ++k) {
-      ranks |= experts.RankBit(__ldg(ids + k));
-    }
+    for (int32_t k = 0; k < params.top_k; ++k) add(__ldg(ids + k));
   }
   return ranks;
 }
 
 // Adds the rows of this warp's tokens to the lanes' counters.
-__device__ void Planner::AddRows(uint64_t ranks,
+__device__ void Planner::AddRows(const RankSet& ranks,
                                  int32_t (&count)[kCounters]) const {
 #pragma unroll
   for (int c = 0; c < kCounters; ++c) {
-    const int32_t first = c * kWarpSize;
-    for (int32_t r = first; r < min(num_ranks, first + kWarpSize); ++r) {
-      const int32_t rows = __popc(__ballot_sync(kAllLanes, ranks >> r & 1));
-      if (lane == r - first) count[c] += rows;
+    const int32_t bits = min(num_ranks - c * kWarpSize, kWarpSize);
+    for (int32_t bit = 0; bit < bits; ++bit) {
+      const int32_t rows = __popc(__ballot_sync(kAllLanes, ranks.Has(c, bit)));
+      if (lane == bit) count[c] += rows;
     }
   }
 }
@@ -121,7 +139,7 @@ __device__ void Planner::CountTokens(int64_t end) const {
 #pragma unroll 4
   for (int64_t first = int64_t{warp} * kChunk; first < end;
        first += kPlanWarps * kChunk) {
-    AddRows(first + lane < end ? RanksOf(first + lane) : 0, count);
+    AddRows(first + lane < end ? RanksOf(first + lane) : RankSet{}, count);
   }
 #pragma unroll
   for (int c = 0; c < kCounters; ++c) {
@@ -178,7 +196,7 @@ __device__ void Planner::WriteTokens(Range chunks) const {
   for (int64_t first = chunks.begin; first < chunks.end; first += kPlanWarps) {
     const int64_t token = (first + warp) * kChunk + lane;
     const bool mine = first + warp < chunks.end;
-    const uint64_t ranks = mine ? RanksOf(token) : 0;
+    const RankSet ranks = mine ? RanksOf(token) : RankSet{};
     int32_t count[kCounters] = {};
     AddRows(ranks, count);
 #pragma unroll
@@ -206,19 +224,25 @@ __device__ void Planner::WriteTokens(Range chunks) const {
 }
 
 // A warp's tokens: scratch.warp_rows[warp] holds their first slots.
-__device__ void Planner::WriteRoutes(int64_t token, uint64_t ranks) const {
+__device__ void Planner::WriteRoutes(int64_t token,
+                                     const RankSet& ranks) const {
   const int32_t width = RoutesPerToken(params.top_k, num_ranks);
   int2* route = reinterpret_cast<int2*>(params.routes) + token * width;
   int32_t num_routes = 0;
-  for (int32_t r = 0; r < num_ranks; ++r) {
-    const uint32_t goes = __ballot_sync(kAllLanes, ranks >> r & 1);
-    if (!(ranks >> r & 1)) continue;
-    const int32_t slot =
-        scratch.warp_rows[warp][r] + __popc(goes & ((1u << lane) - 1));
-    const bool kept = slot < params.capacity;
-    route[num_routes++] = kept ? int2{r, slot} : int2{-1, -1};
-    if (kept && scratch.peers[kRecvSrc * num_ranks + r] != nullptr) {
-      WriteRow(token, r, slot);
+#pragma unroll
+  for (int c = 0; c < kCounters; ++c) {
+    const int32_t bits = min(num_ranks - c * kWarpSize, kWarpSize);
+    for (int32_t bit = 0; bit < bits; ++bit) {
+      const uint32_t goes = __ballot_sync(kAllLanes, ranks.Has(c, bit));
+      if (!ranks.Has(c, bit)) continue;
+      const int32_t r = c * kWarpSize + bit;
+      const int32_t slot =
+          scratch.warp_rows[warp][r] + __popc(goes & ((1u << lane) - 1));
+      const bool kept = slot < params.capacity;
+      route[num_routes++] = kept ? int2{r, slot} : int2{-1, -1};
+      if (kept && scratch.peers[kRecvSrc * num_ranks + r] != nullptr) {
+        WriteRow(token, r, slot);
+      }
     }
   }
   if (token < params.num_tokens) {

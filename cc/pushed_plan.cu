@@ -60,14 +60,14 @@ struct Scratch {
   // Rows of a part's c-th warp for rank r, at c * R + r; then the rows before
   // them in the part.
   int32_t part_rows[PushedPlan::kMaxPartRows];
-  int32_t part_totals[kMaxRanks];
+  int32_t part_totals[kMaxRanksOfWord];
   // Rows that each source has for this rank, and how many of them stand before
   // this block's part.
-  int32_t received[kMaxRanks];
-  int32_t received_before[kMaxRanks];
+  int32_t received[kMaxRanksOfWord];
+  int32_t received_before[kMaxRanksOfWord];
   // The next slot here for each source's rows, and on each rank for ours.
-  int32_t recv_slot[kMaxRanks];
-  int32_t send_slot[kMaxRanks];
+  int32_t recv_slot[kMaxRanksOfWord];
+  int32_t send_slot[kMaxRanksOfWord];
   int32_t warp_rows[kWarps];
   int32_t demand;
   int32_t expert_counts[PushedPlan::kMaxLocalExperts];

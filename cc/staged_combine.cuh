@@ -60,8 +60,14 @@ static __device__ int32_t ChoosePeer(const Rings& rings, const Flows& flows,
   // The leader has just counted a slot.
   __syncwarp();
   for (;;) {
-    uint64_t left = 0;
-    uint64_t ready = 0;
+    // The first peer of each kind; `later` are ready and come after `last`.
+    int32_t left = -1;
+    int32_t ready = -1;
+    int32_t later = -1;
+    const auto find = [](int32_t& found, int32_t first, bool is) {
+      const uint32_t lanes = __ballot_sync(kAllLanes, is);
+      if (found < 0 && lanes != 0) found = first + __ffs(lanes) - 1;
+    };
     for (int32_t first = 0; first < rings.num_ranks(); first += kWarpSize) {
       const int32_t peer = first + lane;
       bool has = false;
@@ -72,18 +78,17 @@ static __device__ int32_t ChoosePeer(const Rings& rings, const Flows& flows,
         room = has && ptx::LoadAcquireSys(rings.Head(rings.rank(), peer)) >=
                           rings.HeadFor(flow.filled);
       }
-      left |= uint64_t{__ballot_sync(kAllLanes, has)} << first;
-      ready |= uint64_t{__ballot_sync(kAllLanes, room)} << first;
+      find(left, first, has);
+      find(ready, first, room);
+      find(later, first, room && peer > last);
     }
-    if (left == 0) return -1;
-    const uint64_t later = ready & ~((uint64_t{2} << last) - 1);
-    if (ready != 0) return __ffsll(later != 0 ? later : ready) - 1;
+    if (left < 0) return -1;
+    if (ready >= 0) return later >= 0 ? later : ready;
     if (lane == 0 &&
         ptx::GlobalTimer() - start > rings.control.op.view.timeout_ns) {
-      const int32_t peer = __ffsll(left) - 1;
-      const uint64_t* head = rings.Head(rings.rank(), peer);
-      RingTimedOut(rings, "a free slot", peer,
-                   rings.HeadFor(flows.to[peer].filled),
+      const uint64_t* head = rings.Head(rings.rank(), left);
+      RingTimedOut(rings, "a free slot", left,
+                   rings.HeadFor(flows.to[left].filled),
                    ptx::LoadAcquireSys(head));
     }
     __syncwarp();

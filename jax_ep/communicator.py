@@ -60,7 +60,7 @@ class Communicator(Held):
 
         Args:
           mesh: with Auto or Explicit axes.
-          axis_name: one axis of the mesh, of at most 64 devices.
+          axis_name: one axis of the mesh; at most 96 ranks of a node, 1024 in all.
           backend: "cuda", "cpu" or "xla". None takes cuda where all pairs of
             GPUs can reach each other, cpu on CPU devices, else xla, and warns
             why it fell back.

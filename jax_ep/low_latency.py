@@ -28,6 +28,8 @@ from jax_ep.plan import _MAX_TOP_K, _as_int32
 Layout = Literal["expert", "rank"]
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
+# kMaxRanksOfWord in cc/layout.h.
+_MAX_RANKS = 64
 # kMaxCountedExperts in cc/low_latency.h.
 _MAX_COUNTED_EXPERTS = 4096
 
@@ -92,6 +94,12 @@ class LowLatencyBuffer(Held):
             raise ValueError(
                 "jax_ep.LowLatencyBuffer: ranks must reach each other's memory, found "
                 f"{comm.num_nodes} nodes; between nodes take jax_ep.dispatch and "
+                "jax_ep.combine"
+            )
+        if comm.num_ranks > _MAX_RANKS:
+            raise ValueError(
+                f"jax_ep.LowLatencyBuffer: the communicator must have at most "
+                f"{_MAX_RANKS} ranks, found {comm.num_ranks}; take jax_ep.dispatch and "
                 "jax_ep.combine"
             )
         self.comm = comm

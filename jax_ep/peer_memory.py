@@ -16,8 +16,8 @@ from jax_ep import bootstrap, gpu_memory, native, reach
 from jax_ep.gpu_memory import call
 from jax_ep.reach import Groups, Told
 
-# kMaxRanks in cc/layout.h: ranks of one NVLink domain.
-MAX_RANKS = 64
+# kMaxRanks in cc/layout.h: an NVLink domain has up to 72.
+MAX_RANKS = 96
 # What the maker of shared control memory writes behind it, and its users read.
 _PROOF_BYTES = 128
 # struct Region in cc/peer_view.h.

@@ -86,7 +86,8 @@ class Job:
         address = f"localhost:{free_port()}"
         # XLA's pool on few cores, before jax 0.12: threads of several devices
         # wait in it for each other.
-        environment = {**os.environ, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
+        pool = str(max(16, 2 * devices))
+        environment = {**os.environ, "NPROC": pool, "PYTHONUNBUFFERED": "1"}
         paths = [str(HERE.parent), str(HERE), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if gpus is not None:

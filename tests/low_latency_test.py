@@ -352,11 +352,20 @@ def test_vmap_is_one_call_after_the_other(backend):
 
 @pytest.mark.gpu(count=2)
 @on_each_layout
-@pytest.mark.parametrize("tokens", [1, 128, 256])
-def test_pairs_of_a_models_size(layout, tokens):
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "experts"),
+    [
+        (1, 256, 256),
+        (128, 256, 256),
+        (256, 256, 256),
+        # The lanes of a warp that have ids to wait for stop in the middle of a line.
+        (40, 41, 6),
+    ],
+)
+def test_pairs_of_a_models_size(layout, tokens, max_tokens, experts):
     """https://github.com/deepseek-ai/DeepEP/issues/700: 400 pairs, every row."""
     ranks = harness.most_ranks()
-    over = buffer("cuda", ranks, 256, 256, 7168)
+    over = buffer("cuda", ranks, max_tokens, experts, 7168)
     x, weights = low_latency_steps.inputs(ranks, tokens, 7168)
 
     def body(comm, x, weights):
@@ -509,6 +518,15 @@ def test_bad_buffers(changed, error, message):
     options = good | changed
     with pytest.raises(error, match=message):
         jax_ep.LowLatencyBuffer(options.pop("comm"), **options)
+
+
+def test_too_many_ranks():
+    mesh = jax.sharding.Mesh(np.array([jax.devices()[0]] * 65), ("ep",))
+    with (
+        jax_ep.Communicator(mesh, "ep", backend="xla") as comm,
+        pytest.raises(ValueError, match="must have at most 64 ranks, found 65"),
+    ):
+        jax_ep.LowLatencyBuffer(comm, max_tokens=4, hidden=8, num_experts=65)
 
 
 def test_too_many_experts_to_count():

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
+import on_device
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -106,6 +107,25 @@ def leave(*, together=False):
 
 
 # Programs ---------------------------------------------------------------------
+
+
+def many_ranks():
+    """Exchanges over more ranks than a word has bits, checked where they are."""
+    comm = communicator(timeout_s=60.0)
+    ranks = comm.num_ranks
+    assert ranks > 64
+    assert comm.backend == "cpu"
+    traffic = on_device.Traffic(ranks, 7, 4, 2 * ranks + 3, 12, capacity=5 * ranks)
+
+    def body(first):
+        # Everything to rank 0, which drops some; and to all of them.
+        steps = first[0], first[0] + 1
+        return jnp.stack([traffic.exchange(comm, step).wrong for step in steps])[None]
+
+    wrong = on_ranks(comm, body)(put(comm, np.full(ranks, 3, np.int32)))
+    for shard in wrong.addressable_shards:
+        assert not np.asarray(shard.data).any()
+    comm.close()
 
 
 def works():

@@ -72,6 +72,11 @@ def test_operations_between_processes(processes, devices, files, staging, tmp_pa
     assert passed > 30
 
 
+@pytest.mark.parametrize(("processes", "devices"), [(1, 72), (2, 36)])
+def test_as_many_ranks_as_an_nvlink_domain_has(processes, devices, tmp_path):
+    run("many_ranks", tmp_path, processes=processes, devices=devices)
+
+
 def test_experts_between_processes(tmp_path):
     assert run_suite(*EXPERTS, "-k", ACROSS, place=(2, 2), logs=tmp_path) > 60
 

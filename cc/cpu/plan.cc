@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bitset>
 #include <cstdint>
 #include <vector>
 
@@ -9,12 +10,12 @@ namespace jax_ep::cpu {
 namespace {
 
 // Bit r is set where a token with these ids goes to rank r.
-uint64_t RanksOf(const int32_t* ids, const PlanSizes& sizes,
-                 int32_t local_experts) {
-  uint64_t ranks = 0;
+std::bitset<kMaxRanks> RanksOf(const int32_t* ids, const PlanSizes& sizes,
+                               int32_t local_experts) {
+  std::bitset<kMaxRanks> ranks;
   for (int32_t k = 0; k < sizes.top_k; ++k) {
     if (ids[k] >= 0 && ids[k] < sizes.num_experts) {
-      ranks |= uint64_t{1} << (ids[k] / local_experts);
+      ranks.set(ids[k] / local_experts);
     }
   }
   return ranks;
@@ -62,10 +63,10 @@ void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks) {
     if (from.here()) std::fill_n(from.routes, sizes.num_tokens * width * 2, -1);
     for (int64_t token = 0; token < sizes.num_tokens; ++token) {
       const int32_t* ids = from.topk_idx + token * sizes.top_k;
-      const uint64_t targets = RanksOf(ids, sizes, local_experts);
+      const std::bitset<kMaxRanks> targets = RanksOf(ids, sizes, local_experts);
       int32_t* route = from.here() ? from.routes + token * width * 2 : nullptr;
       for (int32_t rank = 0; rank < sizes.num_ranks; ++rank) {
-        if (!(targets >> rank & 1)) continue;
+        if (!targets[rank]) continue;
         const int64_t slot = demand[rank]++;
         if (slot < sizes.capacity && route != nullptr) {
           route[0] = rank;

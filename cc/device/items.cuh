@@ -52,6 +52,11 @@ __device__ __forceinline__ int2 RouteOf(const RowParams& params,
                token * params.routes_per_token + j);
 }
 
+// Tokens whose routes are asked for at a time, while the rows of as many before
+// them are on their way: a short row is moved in less time than a route takes
+// to come.
+inline constexpr int kRoutesAhead = 4;
+
 // The address of lane j's row of leaf `leaf`, 0 where it has none or the peer's
 // buffer is out of reach. `peers` as WaitReady() leaves it.
 __device__ __forceinline__ uint64_t RowAt(const RowParams& params,

@@ -30,7 +30,7 @@ struct ExpertMap {
     return reciprocal == 0 ? id
                            : static_cast<int32_t>(__umulhi(id, reciprocal));
   }
-  // Bit r is set where `id` lives on rank r.
+  // Bit r is set where `id` lives on rank r. For kMaxRanksOfWord ranks.
   __device__ uint64_t RankBit(int32_t id) const {
     return IsExpert(id) ? uint64_t{1} << RankOf(id) : 0;
   }

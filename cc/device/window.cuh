@@ -267,6 +267,10 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
 // kPerLane, kNoUnit where it holds none. `left` are the units of the row from
 // the chunk's first on; lines that lie behind are neither stored nor waited
 // for. Units that the lane does not hold may be anything.
+//
+// A line is whole only if its eight lanes ask for it at once, and lanes that a
+// wait has parted stay so: a warp comes together before each instruction. Where
+// it did not, lanes that had nothing to wait for had looked before the others.
 
 inline constexpr int32_t kNoUnit = 1 << 30;
 // Units, and words of 16 bytes, of a lane in a chunk.
@@ -342,6 +346,7 @@ __device__ __forceinline__ void StoreChunk(std::byte* chunk, const Units& u,
                                            int32_t left, uint32_t epoch) {
   const int32_t lane = threadIdx.x % kWarpSize;
   uint4* to = reinterpret_cast<uint4*>(chunk) + lane;
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     uint4 word = Protocol::Pack(lane, u, i);
@@ -358,6 +363,7 @@ __device__ __forceinline__ void LookAt(const std::byte* chunk, int32_t left,
                                        Units& w) {
   const int32_t lane = threadIdx.x % kWarpSize;
   const uint4* from = reinterpret_cast<const uint4*>(chunk) + lane;
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     w[i] = uint4{};
