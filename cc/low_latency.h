@@ -63,7 +63,7 @@ inline constexpr int32_t kMaxCountedExperts = 4096;
 // Dynamic shared memory that their kernels may ask for. GPUs without bulk
 // copies and the shared memory for them have less.
 inline constexpr int32_t LowLatencySharedBytes(bool has_bulk) {
-  return has_bulk ? kBulkSharedBytes : 90 << 10;
+  return has_bulk ? kBulkSharedBytes : 99 << 10;
 }
 
 cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,

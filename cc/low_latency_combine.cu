@@ -34,30 +34,16 @@ struct Launch {
   Roles roles;
   int32_t num_chunks;  // of a row
   int32_t row_bytes;
-  int32_t shelf_chunks;  // of a warp, in shared memory
+  int32_t num_slots;  // of a warp, in shared memory
   Divisor by_chunks;
   Divisor by_peers;  // num_ranks - 1
 };
 
-// Parts of rows that a warp has in flight: as they are, sending and receiving;
-// and at most, in shared memory, of sums over this rank's experts.
+// Parts of rows that a warp has in flight as they are, sending and receiving.
 constexpr int kSending = 5;
 constexpr int kReceiving = 4;
-constexpr int kSummed = 12;
 
-// Waits for the oldest of a thread's groups of copies, behind which come
-// `later` younger ones, or for some more.
-__device__ __forceinline__ void WaitOldest(int32_t later) {
-  if (later >= kSummed - 1) {
-    ptx::WaitCopies<kSummed - 1>();
-  } else if (later >= 5) {
-    ptx::WaitCopies<5>();
-  } else if (later >= 2) {
-    ptx::WaitCopies<2>();
-  } else {
-    ptx::WaitCopies<0>();
-  }
-}
+using Slots = Shelf<kPerLane, false>;
 
 template <typename T, bool kByExpert>
 struct Combiner {
@@ -188,15 +174,15 @@ struct Combiner {
   __device__ Step NextStep(Step step) const;
   __device__ Looked LookAtPlaces(const Step& step) const;
   __device__ void LookAtWeights(const Step& step, Looked& looked) const;
-  __device__ void SumByExpert(const Shelf& shelf) const;
+  __device__ void SumByExpert(const Slots& shelf) const;
   template <typename Own>
   __device__ void FinishOwn(const Item& item, uint64_t ranks, Units& words,
                             const Own& own) const;
 
   __device__ void SendWeights() const;
   __device__ void SendByRank() const;
-  __device__ void AskOwn(int32_t base, const Shelf& shelf) const;
-  __device__ void ReceiveByRank(const Shelf& shelf) const;
+  __device__ void AskOwn(int32_t base, const Slots& shelf) const;
+  __device__ void ReceiveByRank(const Slots& shelf) const;
   __device__ void LookAtPeer(const Item& item, uint64_t ranks,
                              Units& words) const;
   __device__ void Run() const;
@@ -310,7 +296,7 @@ __device__ __forceinline__ void Combiner<T, kByExpert>::FinishOwn(
 // warp on: what they hold is used where ids say so.
 template <typename T, bool kByExpert>
 __device__ __forceinline__ void Combiner<T, kByExpert>::AskOwn(
-    int32_t base, const Shelf& shelf) const {
+    int32_t base, const Slots& shelf) const {
   const int32_t blocks = launch.roles.num_receivers();
   const int32_t count = blocks * kWorkWarps;
   base += warp * blocks + launch.roles.receiver();
@@ -321,12 +307,13 @@ __device__ __forceinline__ void Combiner<T, kByExpert>::AskOwn(
     const Item item = ItemOf({i, true, true});
     shelf.Ask<Protocol>(j, RowOfY(me * params.base.stride + item.token),
                         item.first, num_units - item.first);
+    ptx::CommitCopies();
   }
 }
 
 template <typename T, bool kByExpert>
 __device__ void Combiner<T, kByExpert>::ReceiveByRank(
-    const Shelf& shelf) const {
+    const Slots& shelf) const {
   constexpr int kBatch = kReceiving;
   const int32_t blocks = launch.roles.num_receivers();
   const int32_t index = warp * blocks + launch.roles.receiver();
@@ -366,7 +353,7 @@ __device__ void Combiner<T, kByExpert>::ReceiveByRank(
     // Of the next items, while these ones' rows are on their way.
     load_ids(base + kBatch * count, next_ids);
     ptx::WaitCopies<0>();
-    TakeAsTheyCome<Protocol>(
+    TakeAsTheyCome<Protocol, true>(
         window, missing, words,
         [&](int j) -> Awaited {
           const uint64_t rest =
@@ -447,8 +434,8 @@ __device__ __forceinline__ void Combiner<T, kByExpert>::LookAtWeights(
 }
 
 template <typename T, bool kByExpert>
-__device__ void Combiner<T, kByExpert>::SumByExpert(const Shelf& shelf) const {
-  const int32_t depth = launch.shelf_chunks;
+__device__ void Combiner<T, kByExpert>::SumByExpert(const Slots& shelf) const {
+  const int32_t depth = launch.num_slots;
 
   // Rows of `now` are added, some of `next` may have been asked for, and of
   // `then` places and weights.
@@ -492,6 +479,7 @@ __device__ void Combiner<T, kByExpert>::SumByExpert(const Shelf& shelf) const {
     int32_t at = first_row + num_rows;
     if (at >= depth) at -= depth;
     shelf.Ask<Protocol>(at, RowOfY(place), load.first, num_units - load.first);
+    ptx::CommitCopies();
     ++num_rows;
     return true;
   };
@@ -524,7 +512,7 @@ __device__ void Combiner<T, kByExpert>::SumByExpert(const Shelf& shelf) const {
     for (; left != 0; left &= left - 1) {
       const float of_row = __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
       --num_rows;
-      WaitOldest(num_rows);
+      Slots::WaitOldest(num_rows);
       Units row;
       shelf.Get(first_row, row);
       sum.AddTimes(of_row, row);
@@ -551,8 +539,8 @@ __device__ void Combiner<T, kByExpert>::SumByExpert(const Shelf& shelf) const {
 template <typename T, bool kByExpert>
 __device__ void Combiner<T, kByExpert>::Run() const {
   extern __shared__ uint4 shared_units[];
-  const Shelf shelf(reinterpret_cast<std::byte*>(shared_units),
-                    launch.shelf_chunks);
+  const Slots shelf(reinterpret_cast<std::byte*>(shared_units),
+                    launch.num_slots);
   if constexpr (kByExpert) {
     SumByExpert(shelf);
   } else {
@@ -602,12 +590,9 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   const cudaError_t status =
       Roles::Of(blocks, base.by_expert ? 16 : 10, &roles);
   if (status != cudaSuccess) return status;
-  constexpr int32_t kOneOfEach = kWorkWarps * LowLatencyLayout::kChunkBytes;
-  const int32_t shelf_chunks =
-      base.by_expert
-          ? std::min(kSummed,
-                     LowLatencySharedBytes(base.op.view.has_bulk) / kOneOfEach)
-          : kReceiving;
+  const int32_t num_slots =
+      Slots::Fitting(base.by_expert ? Slots::kMost : kReceiving,
+                     LowLatencySharedBytes(base.op.view.has_bulk));
   const Launch launch = {
       .params = params,
       .offsets = WindowOffsets(base.layout, WindowKind::kCombine),
@@ -615,16 +600,15 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
       .roles = roles,
       .num_chunks = num_chunks,
       .row_bytes = row_bytes,
-      .shelf_chunks = shelf_chunks,
+      .num_slots = num_slots,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
   };
   const int32_t element = base.element == Element::kBf16  ? 0
                           : base.element == Element::kF16 ? 1
                                                           : 2;
-  kKernels[2 * element + base.by_expert]<<<blocks, kWindowThreads,
-                                           shelf_chunks * kOneOfEach, stream>>>(
-      launch);
+  kKernels[2 * element + base.by_expert]<<<
+      blocks, kWindowThreads, num_slots * Slots::OneOfEach(), stream>>>(launch);
   return cudaPeekAtLastError();
 }
 

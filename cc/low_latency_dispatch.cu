@@ -48,9 +48,9 @@ struct Launch {
   int32_t share;
   bool keeps_places;
   bool sends_share;
-  // Then in shared memory: chunks of own rows, of each warp, and where they
-  // begin; before them the counters of rows and the places.
-  int32_t shelf_chunks;
+  // In shared memory: slots of a warp for chunks of own rows, and where they
+  // begin; before them, by expert, the counters of rows and the places.
+  int32_t num_slots;
   int32_t shelf_offset;
   Divisor by_chunks;
   Divisor by_peers;   // num_ranks - 1
@@ -62,7 +62,7 @@ struct Launch {
 template <typename Source, bool kByExpert>
 struct Dispatcher {
   using Protocol = typename Source::Protocol;
-  using Chunk = typename Source::Chunk;
+  using Shelf = typename Source::Shelf;
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
@@ -75,8 +75,10 @@ struct Dispatcher {
   int32_t num_units;  // of a row
   int32_t warp;
   int32_t lane;
+  int32_t* shared;
+  Shelf shelf;
 
-  __device__ Dispatcher(const Launch& l, Window& w)
+  __device__ Dispatcher(const Launch& l, Window& w, std::byte* shared_bytes)
       : launch(l),
         params(l.params),
         window(w),
@@ -87,7 +89,9 @@ struct Dispatcher {
         top_k(l.params.base.top_k),
         num_units(l.row_bytes / 16),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {}
+        lane(threadIdx.x % kWarpSize),
+        shared(reinterpret_cast<int32_t*>(shared_bytes)),
+        shelf(shared_bytes + launch.shelf_offset, launch.num_slots) {}
 
   // A part of a row.
   struct Item {
@@ -154,9 +158,8 @@ struct Dispatcher {
                           const Begin& begin, const Take& take) const;
   __device__ void Send() const;
   template <typename Begin, typename Ready>
-  __device__ void MoveOwn(int32_t first, int32_t end, const Shelf& shelf,
-                          const Begin& begin, const Ready& ready,
-                          const Places& places) const;
+  __device__ void MoveOwn(int32_t first, int32_t end, const Begin& begin,
+                          const Ready& ready, const Places& places) const;
   __device__ void Receive(int32_t index, int32_t count, int32_t begin,
                           int32_t num_items, const Places& places) const;
   __device__ void Deliver(const Item& item, int32_t place,
@@ -219,43 +222,44 @@ __device__ int32_t Dispatcher<Source, kByExpert>::SendingThread() const {
   return (warp * launch.roles.num_senders + blockIdx.x) * kWarpSize + lane;
 }
 
-// Calls take(i, ranks, units) for every step-th of this rank's items from
-// `first` on that goes to some rank. begin() is called once, when the first
-// ones have been asked for.
+// Calls take(i, ranks, slot, units) for every step-th of this rank's items from
+// `first` on that goes to some rank, with the slot of the shelf that it came
+// through. begin() is called once, when the first ones have been asked for.
 template <typename Source, bool kByExpert>
 template <typename Begin, typename Take>
 __device__ __forceinline__ void Dispatcher<Source, kByExpert>::TakeOwn(
     int32_t first, int32_t step, int32_t end, const Begin& begin,
     const Take& take) const {
-  constexpr int kBatch = Source::kInFlight;
+  const int32_t num_slots = launch.num_slots;
   bool begun = false;
-  for (int32_t base = first; base < end || !begun; base += kBatch * step) {
-    Chunk chunks[kBatch];
-    int32_t ids[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * step >= end) continue;
-      const Item item = OwnItem(base + j * step);
-      ids[j] = OwnId(item.token);
-      Source::Load(params.x + int64_t{item.token} * launch.x_bytes, item.first,
-                   item.left, chunks[j]);
+#pragma unroll 1
+  for (int32_t base = first; base < end || !begun; base += num_slots * step) {
+    int32_t asked = 0;
+#pragma unroll 1
+    for (int32_t i = base; asked < num_slots && i < end; i += step) {
+      const Item item = OwnItem(i);
+      Source::Ask(shelf, asked, params.x + int64_t{item.token} * launch.x_bytes,
+                  item.first, item.left);
+      if (lane < top_k) {
+        ptx::CopyAsync(shelf.Id(asked),
+                       params.base.topk_idx + item.token * top_k + lane);
+      }
+      ptx::CommitCopies();
+      ++asked;
     }
     // While the rows are on their way here.
     if (!begun) begin();
     begun = true;
-    // One piece of code for all: what is not in the instruction cache yet costs
-    // more than a copy in registers.
 #pragma unroll 1
-    for (int j = 0; j < kBatch && base + j * step < end; ++j) {
-      int32_t id;
-      Pick(ids, j, id);
+    for (int32_t slot = 0; slot < asked; ++slot) {
+      Shelf::WaitOldest(asked - 1 - slot);
+      const int32_t id = lane < top_k ? *shelf.Id(slot) : -1;
       const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
       if (ranks == 0) continue;
-      Chunk chunk;
-      Pick(chunks, j, chunk);
+      const int32_t i = base + slot * step;
       Units units;
-      Source::Finish(chunk, units);
-      take(base + j * step, ranks, units);
+      Source::Finish(shelf, slot, OwnItem(i).left, units);
+      take(i, ranks, slot, units);
     }
   }
 }
@@ -273,7 +277,7 @@ __device__ void Dispatcher<Source, kByExpert>::Send() const {
     SendSmall(thread, count * kWarpSize, small);
   };
   TakeOwn(thread / kWarpSize, count, num_items, begin,
-          [&](int32_t i, uint64_t ranks, const Units& units) {
+          [&](int32_t i, uint64_t ranks, int32_t, const Units& units) {
             const uint64_t own = uint64_t{1} << me;
             const Item item = OwnItem(i);
             SendItem(item, ranks & ~own, units);
@@ -309,36 +313,47 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
 // By expert: items [first, end) of this rank's own rows by the warps of a
 // block. begin() is called when the first ones have been asked for, and ready()
 // before they are stored at their places. Before that the block sends them,
-// where it does, and what there is room for waits on the shelf.
+// where it does; the first ones wait on the shelf.
 template <typename Source, bool kByExpert>
 template <typename Begin, typename Ready>
 __device__ void Dispatcher<Source, kByExpert>::MoveOwn(
-    int32_t first, int32_t end, const Shelf& shelf, const Begin& begin,
-    const Ready& ready, const Places& places) const {
+    int32_t first, int32_t end, const Begin& begin, const Ready& ready,
+    const Places& places) const {
   const int32_t mine = first + warp;
-  const int32_t kept_end = min(end, first + launch.shelf_chunks * kWorkWarps);
+  const int32_t rest = mine + launch.num_slots * kWorkWarps;
   const bool sends = launch.sends_share && num_ranks > 1;
-  TakeOwn(mine, kWorkWarps, sends ? end : kept_end, begin,
-          [&](int32_t i, uint64_t ranks, const Units& units) {
-            if (i < kept_end) shelf.Put((i - first) / kWorkWarps, units);
-            if (sends) {
-              SendItem(OwnItem(i), ranks & ~(uint64_t{1} << me), units);
-            }
-          });
+  const auto send = [&](int32_t i, uint64_t ranks, const Units& units) {
+    SendItem(OwnItem(i), ranks & ~(uint64_t{1} << me), units);
+  };
+  const bool sends_rest = sends && rest < end;
+  if (sends_rest) {
+    TakeOwn(rest, kWorkWarps, end, begin,
+            [&](int32_t i, uint64_t ranks, int32_t, const Units& units) {
+              send(i, ranks, units);
+            });
+  }
+  TakeOwn(
+      mine, kWorkWarps, min(rest, end),
+      [&] {
+        if (!sends_rest) begin();
+      },
+      [&](int32_t i, uint64_t ranks, int32_t slot, const Units& units) {
+        if (Source::kScaled) shelf.Put(slot, units);
+        if (sends) send(i, ranks, units);
+      });
   ready();
-  int32_t i = mine;
 #pragma unroll 1
-  for (; i < kept_end; i += kWorkWarps) {
+  for (int32_t i = mine, slot = 0; i < min(rest, end); i += kWorkWarps) {
     const Item item = OwnItem(i);
     Units units;
-    shelf.Get((i - first) / kWorkWarps, units);
+    shelf.Get(slot++, units);
     Deliver(item, PlaceAt(item, places), units);
   }
-  if (i >= end) return;
+  if (rest >= end) return;
   TakeOwn(
-      i, kWorkWarps, end, [] {},
-      [&](int32_t other, uint64_t, const Units& units) {
-        const Item item = OwnItem(other);
+      rest, kWorkWarps, end, [] {},
+      [&](int32_t i, uint64_t, int32_t, const Units& units) {
+        const Item item = OwnItem(i);
         Deliver(item, PlaceAt(item, places), units);
       });
 }
@@ -391,7 +406,7 @@ __device__ void Dispatcher<Source, kByExpert>::Receive(
                     : experts.LocalOn(me, static_cast<int32_t>(looked[j]));
       if (__any_sync(kAllLanes, here >= 0)) missing |= 1u << j;
     }
-    TakeAsTheyCome<Protocol>(
+    TakeAsTheyCome<Protocol, false>(
         window, missing, words, chunk_of, [&](int j, const Units& taken) {
           const Item item = item_of(j);
           const int32_t fixed =
@@ -565,14 +580,11 @@ __device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
-  // Counters for every rank and local expert, places, chunks.
-  extern __shared__ uint4 shared_units[];
-  int32_t* const before = reinterpret_cast<int32_t*>(shared_units);
+  // Counters for every rank and local expert, and places.
+  int32_t* const before = shared;
   int32_t* const total = before + num_ranks * experts.local_experts;
   int32_t* const kept = total + num_ranks * experts.local_experts;
-  const Shelf shelf(
-      reinterpret_cast<std::byte*>(shared_units) + launch.shelf_offset,
-      launch.shelf_chunks);
+
   const int32_t block = launch.roles.receiver();
   // This block's items, and the tokens that they are of.
   const int32_t num_items = num_tokens * launch.num_chunks;
@@ -614,7 +626,7 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
     FindPlaces(begin, end, places, before);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
   };
-  MoveOwn(first, last, shelf, begin_all, count, places);
+  MoveOwn(first, last, begin_all, count, places);
   Receive(warp, kWorkWarps, first, (last - first) * (num_ranks - 1), places);
 }
 
@@ -639,34 +651,46 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
   }
-  Dispatcher<Source, kByExpert>(launch, window).Run();
+  extern __shared__ uint4 shared_units[];
+  Dispatcher<Source, kByExpert>(launch, window,
+                                reinterpret_cast<std::byte*>(shared_units))
+      .Run();
   WarpDone(window);
 }
 
-using Kernel = void (*)(Launch);
-
-// The kernels by number: two for each kind of row, by rank and by expert.
-constexpr Kernel kKernels[] = {
-    &DispatchKernel<Plain, false>,
-    &DispatchKernel<Plain, true>,
-    &DispatchKernel<Quantized<Bf16>, false>,
-    &DispatchKernel<Quantized<Bf16>, true>,
-    &DispatchKernel<Quantized<F16>, false>,
-    &DispatchKernel<Quantized<F16>, true>,
-    &DispatchKernel<Quantized<float>, false>,
-    &DispatchKernel<Quantized<float>, true>,
+// A kernel and what it has of shared memory.
+struct Choice {
+  void (*kernel)(Launch);
+  int32_t one_of_each;  // bytes of a slot of every warp
+  int32_t (*num_slots)(int32_t wanted, int32_t bytes);
 };
 
-int32_t KernelFor(const LowLatencyDispatchParams& params) {
-  if (!params.quantize) return params.base.by_expert;
-  switch (params.base.element) {
-    case Element::kBf16:
-      return 2 + params.base.by_expert;
-    case Element::kF16:
-      return 4 + params.base.by_expert;
-    default:
-      return 6 + params.base.by_expert;
-  }
+template <typename Source, bool kByExpert>
+constexpr Choice ChoiceOf() {
+  using Shelf = typename Source::Shelf;
+  return {&DispatchKernel<Source, kByExpert>, Shelf::OneOfEach(),
+          &Shelf::Fitting};
+}
+
+// Two for each kind of row, by rank and by expert.
+constexpr Choice kChoices[] = {
+    ChoiceOf<Plain, false>(),
+    ChoiceOf<Plain, true>(),
+    ChoiceOf<Quantized<Bf16>, false>(),
+    ChoiceOf<Quantized<Bf16>, true>(),
+    ChoiceOf<Quantized<F16>, false>(),
+    ChoiceOf<Quantized<F16>, true>(),
+    ChoiceOf<Quantized<float>, false>(),
+    ChoiceOf<Quantized<float>, true>(),
+};
+
+const Choice& ChoiceFor(const LowLatencyDispatchParams& params) {
+  const Element element = params.base.element;
+  const int32_t source = !params.quantize            ? 0
+                         : element == Element::kBf16 ? 1
+                         : element == Element::kF16  ? 2
+                                                     : 3;
+  return kChoices[2 * source + params.base.by_expert];
 }
 
 // Blocks of 32 that send, where a block does not do both. By rank they store
@@ -675,6 +699,10 @@ int32_t KernelFor(const LowLatencyDispatchParams& params) {
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
   if (params.base.by_expert) return params.quantize ? 8 : 6;
   return 16;
+}
+
+int32_t RoundedUp(int32_t n, int32_t divisor) {
+  return (n + divisor - 1) / divisor;
 }
 
 }  // namespace
@@ -697,27 +725,28 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   if (status != cudaSuccess) return status;
   // By expert, of the receiving blocks.
   const int32_t receivers = blocks - roles.first_receiver;
-  const auto share_of = [&](int32_t items) {
-    return (items + receivers - 1) / receivers;
-  };
-  int32_t share = share_of(base.num_tokens * num_chunks);
+  int32_t share = RoundedUp(base.num_tokens * num_chunks, receivers);
   const bool keeps_places =
       int64_t{num_ranks} * (share / num_chunks + 2) * base.top_k <= kKeptPlaces;
   // Whole tokens: in global memory places would meet ids of another block.
-  if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
-  int32_t shared_bytes = 0, shelf_chunks = 0, shelf_offset = 0;
+  if (!keeps_places) share = RoundedUp(base.num_tokens, receivers) * num_chunks;
+  const Choice& choice = ChoiceFor(params);
+  int32_t shelf_offset = 0;
   if (base.by_expert) {
     const int32_t counters =
         num_ranks * LocalExperts(base.num_experts, num_ranks);
     shelf_offset =
-        (2 * counters + (keeps_places ? kKeptPlaces : 0) + 3) / 4 * 16;
-    constexpr int32_t kOneOfEach = kWorkWarps * LowLatencyLayout::kChunkBytes;
-    const int32_t room =
-        LowLatencySharedBytes(base.op.view.has_bulk) - shelf_offset;
-    shelf_chunks =
-        std::min((share + kWorkWarps - 1) / kWorkWarps, room / kOneOfEach);
-    shared_bytes = shelf_offset + shelf_chunks * kOneOfEach;
+        (2 * counters + (keeps_places ? kKeptPlaces : 0) + 31) / 32 * 128;
   }
+  // As many as a warp has chunks, if there is room.
+  const int32_t chunks =
+      base.by_expert && roles.AllBoth(blocks)
+          ? share
+          : RoundedUp(base.num_tokens * num_chunks, roles.num_senders);
+  const int32_t num_slots = choice.num_slots(
+      std::max(RoundedUp(chunks, kWorkWarps), 1),
+      LowLatencySharedBytes(base.op.view.has_bulk) - shelf_offset);
+  const int32_t shared_bytes = shelf_offset + num_slots * choice.one_of_each;
   const Launch launch = {
       .params = params,
       .offsets = WindowOffsets(base.layout, WindowKind::kDispatch),
@@ -730,7 +759,7 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       .share = share,
       .keeps_places = keeps_places,
       .sends_share = base.by_expert && roles.AllBoth(blocks),
-      .shelf_chunks = shelf_chunks,
+      .num_slots = num_slots,
       .shelf_offset = shelf_offset,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
@@ -738,15 +767,14 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       .by_top_k = Divisor(base.top_k),
       .by_max_tokens = Divisor(base.stride),
   };
-  kKernels[KernelFor(params)]<<<blocks, kWindowThreads, shared_bytes, stream>>>(
-      launch);
+  choice.kernel<<<blocks, kWindowThreads, shared_bytes, stream>>>(launch);
   return cudaPeekAtLastError();
 }
 
 std::vector<const void*> LowLatencyDispatchKernelAddresses() {
   std::vector<const void*> addresses;
-  for (const Kernel kernel : kKernels) {
-    addresses.push_back(reinterpret_cast<const void*>(kernel));
+  for (const Choice& choice : kChoices) {
+    addresses.push_back(reinterpret_cast<const void*>(choice.kernel));
   }
   return addresses;
 }

@@ -208,12 +208,18 @@ __device__ __forceinline__ void StoreStreaming(uint4* p, uint4 v) {
       : "memory");
 }
 
-// A copy of 16 bytes to shared memory that holds no registers. It belongs to the
-// thread's open group, until that is committed.
+// A copy of 16, or 4, bytes to shared memory that holds no registers. It
+// belongs to the thread's open group, until that is committed.
 __device__ __forceinline__ void CopyAsync(uint4* shared, const uint4* global) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
                "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void CopyAsync(int32_t* shared,
+                                          const int32_t* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global)
                : "memory");
 }
 __device__ __forceinline__ void CommitCopies() {

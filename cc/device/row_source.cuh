@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "cc/device/window.cuh"
 
@@ -19,22 +18,20 @@ namespace jax_ep {
 struct Plain {
   using Protocol = Lines;
   static constexpr bool kScaled = false;
-  // Chunks that a warp has in flight: 128 rows of 14 KB are so many for each of
-  // the warps of 24 blocks.
-  static constexpr int kInFlight = 5;
-  struct Chunk {
-    Units units;
-  };
+  // Of a lane's part of a chunk of x, in units of 16 bytes.
+  static constexpr int kWords = kPerLane;
+  using Shelf = jax_ep::Shelf<kWords, true>;
 
   // Of the row at `row`, from unit `first` on, `left` units to its end.
-  static __device__ __forceinline__ void Load(const std::byte* row,
-                                              int32_t first, int32_t left,
-                                              Chunk& chunk) {
-    LoadRow<Protocol>(row, first, left, chunk.units);
+  static __device__ __forceinline__ void Ask(const Shelf& shelf, int32_t slot,
+                                             const std::byte* row,
+                                             int32_t first, int32_t left) {
+    shelf.Ask<Protocol>(slot, row, first, left);
   }
-  static __device__ __forceinline__ void Finish(const Chunk& chunk,
+  static __device__ __forceinline__ void Finish(const Shelf& shelf,
+                                                int32_t slot, int32_t,
                                                 Units& units) {
-    memcpy(&units, &chunk.units, sizeof(Units));
+    shelf.Get(slot, units);
   }
 };
 
@@ -61,25 +58,25 @@ struct Quantized {
   static constexpr bool kScaled = true;
   static constexpr int kColumns = 16;
   static constexpr int kVectors = kColumns * sizeof(T) / 16;
-  static constexpr int kInFlight = kVectors == 2 ? 3 : 2;
-  struct Chunk {
-    uint4 in[kPerLane][kVectors];
-  };
+  static constexpr int kWords = kPerLane * kVectors;
+  using Shelf = jax_ep::Shelf<kWords, true>;
 
-  static __device__ __forceinline__ void Load(const std::byte* row,
-                                              int32_t first, int32_t left,
-                                              Chunk& chunk) {
+  static __device__ __forceinline__ bool Has(int32_t unit, int32_t left) {
+    return unit < min(left, Protocol::kUnits);
+  }
+  static __device__ __forceinline__ void Ask(const Shelf& shelf, int32_t slot,
+                                             const std::byte* row,
+                                             int32_t first, int32_t left) {
     const int32_t lane = threadIdx.x % kWarpSize;
     const uint4* from = reinterpret_cast<const uint4*>(row) + first * kVectors;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int32_t unit = i * kWarpSize + lane;
+      if (!Has(unit, left)) continue;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        chunk.in[i][v] = uint4{};
-        if (unit < min(left, Protocol::kUnits)) {
-          chunk.in[i][v] = LoadUnit(from + unit * kVectors + v);
-        }
+        ptx::CopyAsync(shelf.Word(slot, i * kVectors + v),
+                       from + unit * kVectors + v);
       }
     }
   }
@@ -123,13 +120,21 @@ struct Quantized {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  static __device__ __forceinline__ void Finish(const Chunk& chunk,
+  static __device__ __forceinline__ void Finish(const Shelf& shelf,
+                                                int32_t slot, int32_t left,
                                                 Units& units) {
     const int32_t lane = threadIdx.x % kWarpSize;
     float scales[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      units[i] = Quantize(chunk.in[i], scales[i]);
+      uint4 in[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        in[v] = Has(i * kWarpSize + lane, left)
+                    ? *shelf.Word(slot, i * kVectors + v)
+                    : uint4{};
+      }
+      units[i] = Quantize(in, scales[i]);
     }
     // The eighths of the first four lines and of the next three: to the last
     // line, which has had nothing so far.

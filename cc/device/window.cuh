@@ -537,7 +537,10 @@ struct Awaited {
 // Calls take(j, words) for every chunk j in `missing`, as they come; `words`
 // are first looks at them. Those that have not come are looked at again all at
 // once, so that a batch costs the waiting of its last chunk and not of each.
-template <typename Protocol, int kBatch, typename ChunkOf, typename Take>
+// kOnce: take() is one piece of code for all of them, for what is not in the
+// instruction cache yet may cost more than copies in registers.
+template <typename Protocol, bool kOnce, int kBatch, typename ChunkOf,
+          typename Take>
 __device__ __forceinline__ void TakeAsTheyCome(const Window& window,
                                                uint32_t missing,
                                                Units (&words)[kBatch],
@@ -553,11 +556,10 @@ __device__ __forceinline__ void TakeAsTheyCome(const Window& window,
         come |= 1u << j;
     }
     missing &= ~come;
-    // One piece of code for all: what is not in the instruction cache yet costs
-    // more than a copy in registers.
-#pragma unroll 1
-    for (; come != 0; come &= come - 1) {
-      const int32_t j = __ffs(come) - 1;
+    constexpr int kUnroll = kOnce ? 1 : kBatch;
+#pragma unroll kUnroll
+    for (int j = 0; j < kBatch; ++j) {
+      if ((come >> j & 1) == 0) continue;
       Units taken;
       Pick(words, j, taken);
       take(j, taken);
@@ -616,26 +618,45 @@ __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
 // Registers hold few chunks, and have to be known by number; shared memory
 // holds more. Each lane reads there what it wrote itself.
 
+// A warp's slots, of kWords units of 16 bytes a lane and, where kHasIds, a
+// word.
+template <int kWords, bool kHasIds>
 struct Shelf {
-  uint4* at;  // of this warp
+  static constexpr int32_t kSlotBytes =
+      (kWords * 16 + (kHasIds ? 4 : 0)) * kWarpSize;
+  // Slots at most, of which WaitOldest knows.
+  static constexpr int32_t kMost = 12;
 
-  __device__ Shelf(std::byte* bytes, int32_t chunks_of_a_warp)
-      : at(reinterpret_cast<uint4*>(bytes) +
-           threadIdx.x / kWarpSize * chunks_of_a_warp * kPerLane * kWarpSize +
-           threadIdx.x % kWarpSize) {}
+  std::byte* at;
 
-  __device__ uint4* Of(int32_t slot, int i) const {
-    return at + (slot * kPerLane + i) * kWarpSize;
+  // Bytes of a slot of every working warp.
+  static constexpr int32_t OneOfEach() { return kWorkWarps * kSlotBytes; }
+  static int32_t Fitting(int32_t wanted, int32_t bytes) {
+    return std::min({wanted, bytes / OneOfEach(), kMost});
+  }
+
+  __device__ Shelf(std::byte* bytes, int32_t num_slots)
+      : at(bytes + threadIdx.x / kWarpSize * num_slots * kSlotBytes) {}
+
+  __device__ uint4* Word(int32_t slot, int i) const {
+    return reinterpret_cast<uint4*>(at + slot * kSlotBytes) + i * kWarpSize +
+           threadIdx.x % kWarpSize;
+  }
+  __device__ int32_t* Id(int32_t slot) const {
+    static_assert(kHasIds);
+    return reinterpret_cast<int32_t*>(at + slot * kSlotBytes +
+                                      kWords * 16 * kWarpSize) +
+           threadIdx.x % kWarpSize;
   }
   __device__ __forceinline__ void Put(int32_t slot, const Units& u) const {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) *Of(slot, i) = u[i];
+    for (int i = 0; i < kPerLane; ++i) *Word(slot, i) = u[i];
   }
   __device__ __forceinline__ void Get(int32_t slot, Units& u) const {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) u[i] = *Of(slot, i);
+    for (int i = 0; i < kPerLane; ++i) u[i] = *Word(slot, i);
   }
-  // As LoadRow, a group of copies that may still be on their way.
+  // As LoadRow; the copies are in the thread's open group.
   template <typename Protocol>
   __device__ __forceinline__ void Ask(int32_t slot, const std::byte* row,
                                       int32_t first, int32_t left) const {
@@ -644,9 +665,23 @@ struct Shelf {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int32_t unit = Protocol::UnitOf(lane, i);
-      if (unit < left) ptx::CopyAsync(Of(slot, i), from + unit);
+      if (unit < left) ptx::CopyAsync(Word(slot, i), from + unit);
     }
-    ptx::CommitCopies();
+  }
+  // Waits for the oldest of a thread's groups of copies, behind which come
+  // `later` younger ones, or for some more.
+  static __device__ __forceinline__ void WaitOldest(int32_t later) {
+    if (later >= kMost - 1) {
+      ptx::WaitCopies<kMost - 1>();
+    } else if (later >= 5) {
+      ptx::WaitCopies<5>();
+    } else if (later >= 3) {
+      ptx::WaitCopies<3>();
+    } else if (later >= 1) {
+      ptx::WaitCopies<1>();
+    } else {
+      ptx::WaitCopies<0>();
+    }
   }
 };
 
