@@ -71,6 +71,7 @@ struct LaunchParams {
   FewParams few;
   PushedPlan cut;
   ExpertMap experts;
+  ControlLayout layout;
 };
 
 struct Scratch {
@@ -110,29 +111,25 @@ __device__ bool AllCount(int32_t num_tokens) {
   return num_tokens > kPlanThreads;
 }
 
-// Finds out where tokens [32 * c, 32 * c + 32) go, of which each lane has one.
-// Called by a whole warp.
-template <int kWords>
-__device__ __forceinline__ void CountWarp(const IdReader<kWords>& reader,
-                                          const TokenIds<kWords>& ids,
-                                          int32_t c, Scratch& scratch) {
-  const auto ranks = static_cast<uint32_t>(reader.RanksOf(ids));
+// Notes where tokens [32 * c, 32 * c + 32) go, of which each lane has one that
+// goes to `ranks`. Called by a whole warp.
+__device__ __forceinline__ void NoteTokens(Scratch& scratch, int32_t num_ranks,
+                                           int32_t c, uint32_t ranks) {
+  const int32_t lane = threadIdx.x % kWarpSize;
   uint32_t going = 0;
 #pragma unroll 1
-  for (int32_t r = 0; r < reader.num_ranks; ++r) {
+  for (int32_t r = 0; r < num_ranks; ++r) {
     const uint32_t to_r = __ballot_sync(kAllLanes, ranks >> r & 1);
-    if (reader.lane == r) going = to_r;
+    if (lane == r) going = to_r;
   }
-  if (reader.lane < reader.num_ranks) {
-    scratch.going[c * reader.num_ranks + reader.lane] = going;
-  }
+  if (lane < num_ranks) scratch.going[c * num_ranks + lane] = going;
 }
 
 template <int kWords>
 struct Planner : PushedIds<kWords> {
   using Base = PushedIds<kWords>;
   using Base::AwaitIds, Base::Await, Base::Counts, Base::PushIds;
-  using Base::control, Base::FirstIds;
+  using Base::control;
   using Base::num_ranks, Base::num_tokens, Base::rank;
   using Base::OwnIds, Base::ComesHere, Base::WriteRow;
   using Base::params, Base::experts, Base::lane;
@@ -144,7 +141,7 @@ struct Planner : PushedIds<kWords> {
   int32_t warp;
 
   __device__ Planner(const LaunchParams& p, Scratch& s)
-      : Base(p.plan, p.cut, p.experts, "plan_dispatch",
+      : Base(p.plan, p.cut, p.experts, "plan_dispatch", p.layout,
              static_cast<int32_t>(threadIdx.x) - kRowThreads),
         few(p.few),
         scratch(s),
@@ -315,13 +312,19 @@ template <int kWords>
 __device__ __forceinline__ void Planner<kWords>::Run() const {
   const int32_t local_experts = experts.local_experts;
   if (blockIdx.x == 0) PushAddresses();
-  CountWarp(*this, FirstIds(), warp, scratch);
+  NoteTokens(scratch, num_ranks, warp, Base::LowRanksOf(Base::asked_for));
 #pragma unroll 1
   for (int32_t e = thread; e < local_experts; e += kPlanThreads) {
     scratch.expert_counts[e] = 0;
   }
   if (thread == 0) scratch.staged = false;
-  ptx::SyncThreads(kCounted, AllCount(num_tokens) ? kThreads : kPlanThreads);
+  if (AllCount(num_tokens)) {
+    ptx::SyncThreads(kCounted, kThreads);
+  } else {
+    // The movers have nothing to say, and are not waited for.
+    ptx::ArriveThreads(kCounted, kThreads);
+    ptx::SyncThreads(kPlanning, kPlanThreads);
+  }
   if (blockIdx.x == 0) {
     PushCounts();
     PushAllIds();
@@ -369,14 +372,20 @@ struct Mover : IdReader<kWords> {
   using Base::params, Base::lane, Base::warp;
 
   const FewParams& few;
+  const ControlLayout& layout;
   Scratch& scratch;
 
   __device__ Mover(const LaunchParams& p, Scratch& s)
-      : Base(p.plan, p.cut, p.experts), few(p.few), scratch(s) {}
+      : Base(p.plan, p.cut, p.experts),
+        few(p.few),
+        layout(p.layout),
+        scratch(s) {}
 
   __device__ __forceinline__ int32_t FirstSlot() const;
-  __device__ __forceinline__ int2 RouteTo(int32_t token,
-                                          int32_t first_slot) const;
+  __device__ __forceinline__ int2 RowOf(int32_t token) const;
+  __device__ __forceinline__ int32_t TokenAt(const PieceAt& at) const {
+    return at.Exists(few) ? few.cuts[at.leaf].TokenOf(at.item) : 0;
+  }
   __device__ __forceinline__ void WriteRoutes(int32_t token, int2 route) const;
   __device__ __forceinline__ uint32_t Run() const;
 };
@@ -393,25 +402,25 @@ __device__ __forceinline__ int32_t Mover<kWords>::FirstSlot() const {
   return slot;
 }
 
-// The token's slot on rank `lane`, which may be past the capacity; rank -1
-// where it does not go there.
+// Rank `lane` and how many rows of this rank come before the token's there;
+// rank -1 where the token does not go there.
 template <int kWords>
-__device__ __forceinline__ int2
-Mover<kWords>::RouteTo(int32_t token, int32_t first_slot) const {
+__device__ __forceinline__ int2 Mover<kWords>::RowOf(int32_t token) const {
   if (lane >= num_ranks) return {-1, -1};
   const int32_t c = token / kWarpSize;
   const int32_t bit = token % kWarpSize;
   const uint32_t going = scratch.going[c * num_ranks + lane];
   if (!(going >> bit & 1)) return {-1, -1};
-  int32_t slot = first_slot + __popc(going & ((1u << bit) - 1));
+  int32_t rows = __popc(going & ((1u << bit) - 1));
 #pragma unroll 1
   for (int32_t before = 0; before < c; ++before) {
-    slot += __popc(scratch.going[before * num_ranks + lane]);
+    rows += __popc(scratch.going[before * num_ranks + lane]);
   }
-  return {lane, slot};
+  return {lane, rows};
 }
 
-// Called by a whole warp, `route` as RouteTo() has it.
+// Called by a whole warp. Lane r holds the route to rank r, of rank -1 where
+// there is none; its slot may be past the capacity.
 template <int kWords>
 __device__ __forceinline__ void Mover<kWords>::WriteRoutes(int32_t token,
                                                            int2 route) const {
@@ -432,31 +441,37 @@ __device__ __forceinline__ uint32_t Mover<kWords>::Run() const {
   PieceAt at = PieceAt::First(few, workers);
   Piece piece;
   LoadPiece(few, at, piece);
-  const uint32_t epoch = Control::ReadEpoch(params.op);
+  const uint32_t epoch = Control::ReadEpoch(params.op, layout);
   if (AllCount(num_tokens)) {
 #pragma unroll 1
     for (int32_t c = kPlanWarps + warp; c * kWarpSize < num_tokens;
          c += kRowWarps) {
-      CountWarp(*this, Base::OwnIds(c * kWarpSize + lane), c, scratch);
+      const auto ids = Base::OwnIds(c * kWarpSize + lane);
+      NoteTokens(scratch, num_ranks, c, Base::LowRanksOf(ids));
     }
-    ptx::SyncThreads(kCounted, kThreads);
   }
+  ptx::SyncThreads(kCounted, kThreads);
+  int32_t token = TokenAt(at);
+  int2 row = RowOf(token);
   ptx::SyncThreads(kKnown, kThreads);
   const int32_t first_slot = FirstSlot();
   while (at.Exists(few)) {
-    const PieceCut& cut = few.cuts[at.leaf];
-    const int32_t token = cut.TokenOf(at.item);
-    const int2 route = RouteTo(token, first_slot);
+    const int2 route = {row.x, first_slot + row.y};
     const bool kept = route.y < params.capacity;
     StorePiece(few, scratch.outputs, at, kept ? route : int2{-1, -1}, piece);
-    if (at.leaf == 0 && at.item == token * cut.parts) WriteRoutes(token, route);
+    if (at.leaf == 0 && at.item == token * few.cuts[0].parts) {
+      WriteRoutes(token, route);
+    }
     at = at.Next(few, workers);
     LoadPiece(few, at, piece);
+    token = TokenAt(at);
+    row = RowOf(token);
   }
   if (scratch.staged) {
 #pragma unroll 1
-    for (int32_t token = warp; token < num_tokens; token += kRowWarps) {
-      WriteRoutes(token, RouteTo(token, first_slot));
+    for (token = warp; token < num_tokens; token += kRowWarps) {
+      row = RowOf(token);
+      WriteRoutes(token, {row.x, first_slot + row.y});
     }
   }
   return epoch;
@@ -497,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       min(int64_t{Demand(scratch, rows.op.view.num_ranks)}, rows.capacity),
       int64_t{blockIdx.x} * kThreads + threadIdx.x,
       int64_t{gridDim.x} * kThreads);
-  const Control control(params.plan.op, "plan_dispatch", epoch);
+  const Control control(params.plan.op, "plan_dispatch", params.layout, epoch);
   const bool staged = scratch.staged;
   if (staged) {
     __syncthreads();
@@ -523,10 +538,11 @@ cudaError_t LaunchPlanDispatch(const PlanDispatchParams& params,
       .cut = PushedPlan(plan.op.view.num_ranks, plan.num_tokens, plan.top_k,
                         plan.num_experts),
       .experts = ExpertMap(plan),
+      .layout = ControlLayout(plan.op.view.num_ranks),
   };
   if (plan.op.view.num_ranks > kPlanDispatchRanks || plan.num_tokens < 1 ||
-      plan.op.slot >= ControlLayout::kPlanSlots || !launch.cut.fits ||
-      !CutFew(params.rows, kPieceUnits, launch.few)) {
+      params.rows.num_leaves < 1 || plan.op.slot >= ControlLayout::kPlanSlots ||
+      !launch.cut.fits || !CutFew(params.rows, kPieceUnits, launch.few)) {
     return cudaErrorInvalidValue;
   }
   const int32_t blocks = FewBlocks(plan.op.view);

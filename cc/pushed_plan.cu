@@ -52,6 +52,7 @@ struct PushedPlanParams {
   PlanParams plan;
   PushedPlan cut;
   ExpertMap experts;
+  ControlLayout layout;
 };
 
 struct Scratch {
@@ -88,7 +89,7 @@ struct Planner : PushedIds<kWords> {
   // The ids of the first item of part blockIdx.x are asked for at once.
   __device__ Planner(const PushedPlanParams& p, Scratch& s)
       : Base(
-            p.plan, p.cut, p.experts, "plan",
+            p.plan, p.cut, p.experts, "plan", p.layout,
             TokenOf(p.cut, p.plan.num_tokens, blockIdx.x,
                     threadIdx.x / kWarpSize % (p.cut.part_tokens / kWarpSize))),
         scratch(s),
@@ -387,6 +388,7 @@ cudaError_t LaunchPushedPlan(const PlanParams& plan, cudaStream_t stream) {
       .cut = PushedPlan(plan.op.view.num_ranks, plan.num_tokens, plan.top_k,
                         plan.num_experts),
       .experts = ExpertMap(plan),
+      .layout = ControlLayout(plan.op.view.num_ranks),
   };
   const int64_t elements = plan.capacity * (plan.top_k + 1);
   int64_t blocks = (elements + kElementsPerBlock - 1) / kElementsPerBlock;

@@ -34,6 +34,11 @@ struct ExpertMap {
   __device__ uint64_t RankBit(int32_t id) const {
     return IsExpert(id) ? uint64_t{1} << RankOf(id) : 0;
   }
+  // The same of at most 32 ranks, without a branch.
+  __device__ uint32_t LowRankBit(int32_t id) const {
+    const uint32_t bit = 1u << (RankOf(id) & 31);
+    return IsExpert(id) ? bit : 0;
+  }
 };
 
 // Slots [demand, capacity) of this rank hold no row: the share of thread

@@ -74,6 +74,19 @@ struct IdReader {
     for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.RankBit(ids.At(k));
     return ranks;
   }
+  // The same of at most 32 ranks.
+  __device__ uint32_t LowRanksOf(const Ids& ids) const {
+    uint32_t ranks = 0;
+#pragma unroll
+    for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.LowRankBit(ids.At(k));
+    return ranks;
+  }
+  __device__ uint32_t LowRanksOf(const RawIds<kWords>& raw) const {
+    uint32_t ranks = 0;
+#pragma unroll
+    for (int k = 0; k < 2 * kWords; ++k) ranks |= experts.LowRankBit(raw.id[k]);
+    return ranks;
+  }
   // The id on this rank, or -1.
   __device__ int32_t Local(int32_t id) const {
     const int32_t local = id - rank * experts.local_experts;
@@ -126,10 +139,10 @@ struct PushedIds : IdReader<kWords> {
 
   __device__ PushedIds(const PlanParams& p, const PushedPlan& cut,
                        const ExpertMap& map, const char* operation_name,
-                       int32_t first_token)
+                       const ControlLayout& layout, int32_t first_token)
       : Base(p, cut, map),
         asked_for(AskFor(first_token)),
-        control(p.op, operation_name) {}
+        control(p.op, operation_name, layout) {}
 
   __device__ __forceinline__ auto AskFor(int32_t token) const {
     if constexpr (kLooksLater) {

@@ -34,17 +34,23 @@ struct Control {
 
   // All threads of a block construct it first of all.
   __device__ Control(const Operation& operation, const char* operation_name)
-      : Control(operation, operation_name, ReadEpoch(operation)) {}
-  // With the epoch that ReadEpoch() gave the caller earlier in this launch.
+      : Control(operation, operation_name,
+                ControlLayout(operation.view.num_ranks)) {}
+  // The same where the host has worked the layout out.
   __device__ Control(const Operation& operation, const char* operation_name,
-                     uint32_t this_epoch)
+                     const ControlLayout& control_layout)
+      : Control(operation, operation_name, control_layout,
+                ReadEpoch(operation, control_layout)) {}
+  // With what ReadEpoch() said earlier in this launch.
+  __device__ Control(const Operation& operation, const char* operation_name,
+                     const ControlLayout& control_layout, uint32_t this_epoch)
       : op(operation),
         name(operation_name),
-        layout(operation.view.num_ranks),
+        layout(control_layout),
         epoch(this_epoch) {}
 
-  static __device__ uint32_t ReadEpoch(const Operation& operation) {
-    const ControlLayout layout(operation.view.num_ranks);
+  static __device__ uint32_t ReadEpoch(const Operation& operation,
+                                       const ControlLayout& layout) {
     const std::byte* slot = operation.view.control[operation.view.rank] +
                             operation.slot * layout.slot_bytes;
     return After(
