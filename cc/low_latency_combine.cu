@@ -195,8 +195,10 @@ __device__ void Combiner<T, kByExpert>::SendWeights() const {
   constexpr int kBatch = 4;
   const int32_t pairs = num_tokens * top_k;
   bool begun = false;
-  for (int32_t base = threadIdx.x; base < pairs || !begun;
-       base += kBatch * kWorkThreads) {
+  // The lanes of a warp in step.
+  for (int32_t first = threadIdx.x - lane; first < pairs || !begun;
+       first += kBatch * kWorkThreads) {
+    const int32_t base = first + lane;
     int32_t ids[kBatch];
     float weights[kBatch];
 #pragma unroll
@@ -500,12 +502,12 @@ __device__ void Combiner<T, kByExpert>::SumByExpert(const Slots& shelf) const {
       LookAtPeer(item, ranks, words);
     }
     uint32_t left = __ballot_sync(kAllLanes, of_now.place >= 0);
-    float weight = 0;
-    if (of_now.place >= 0) {
-      weight = __uint_as_float(WaitWord(window, WeightWord(item), of_now.weight,
-                                        "the weights", item.source));
-    }
-    __syncwarp();
+    uint64_t seen[] = {of_now.place >= 0 ? of_now.weight : window.Word(0)};
+    WaitWords(
+        window, seen,
+        [&](int) -> AwaitedWord { return {WeightWord(item), item.source}; },
+        "the weights");
+    const float weight = __uint_as_float(static_cast<uint32_t>(seen[0]));
     const bool any = left != 0;
     Sum sum;
     sum.Begin(false);

@@ -189,7 +189,7 @@ template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
                                                          int32_t threads,
                                                          Small small) const {
-  for (int32_t i = thread; i < num_tokens * top_k; i += threads) {
+  ForEach(thread, threads, num_tokens * top_k, [&](int32_t i) {
     if (i != thread) small = SmallOf(i);
     for (int32_t p = 1; p < num_ranks; ++p) {
       const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
@@ -199,7 +199,7 @@ __device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
                              window.Word(small.weight));
       }
     }
-  }
+  });
 }
 
 // To the ranks of the mask, none of them this one.
@@ -424,30 +424,36 @@ template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveIds(
     int32_t thread, int32_t threads) const {
   const int32_t stride = params.base.stride;
-  for (int32_t i = thread; i < num_ranks * stride * top_k; i += threads) {
+  const int32_t num_pairs = num_ranks * stride * top_k;
+  for (int32_t first = thread - lane; first < num_pairs; first += threads) {
+    const int32_t i = first + lane;
     const int32_t row = launch.by_top_k.Divide(i);
     const int32_t source = launch.by_max_tokens.Divide(row);
     const int32_t token = row - source * stride;
     const int32_t pair = token * top_k + i - row * top_k;
-    int32_t local = -1;
-    if (token < num_tokens) {
-      const int32_t id = source == me
-                             ? __ldg(params.base.topk_idx + pair)
-                             : static_cast<int32_t>(WaitWord(
-                                   window, window.Words(me, source) + pair,
-                                   "the ids", source));
-      local = experts.LocalOn(me, id);
-    }
-    params.places[i] = local;
+    const bool comes = i < num_pairs && token < num_tokens;
+    // What peers say of a pair, once it is here; this rank's own by itself.
+    const auto word_of = [&](const uint64_t* words, const char* step,
+                             bool wanted, uint32_t own) {
+      uint64_t seen[] = {window.Word(own)};
+      if (wanted && source != me) seen[0] = ptx::LoadRelaxedSys(words + pair);
+      WaitWords(
+          window, seen,
+          [&](int) -> AwaitedWord { return {words + pair, source}; }, step);
+      return static_cast<uint32_t>(seen[0]);
+    };
+    const uint32_t own_id =
+        comes && source == me ? __ldg(params.base.topk_idx + pair) : ~0u;
+    const int32_t local = experts.LocalOn(
+        me, static_cast<int32_t>(
+                word_of(window.Words(me, source), "the ids", comes, own_id)));
+    if (i < num_pairs) params.places[i] = local;
     if (params.topk_weights == nullptr) continue;
-    float weight = 0;
-    if (local >= 0) {
-      weight = source == me ? __ldg(params.topk_weights + pair)
-                            : __uint_as_float(WaitWord(
-                                  window, window.Weights(me, source) + pair,
-                                  "the weights", source));
-    }
-    params.recv_weights[i] = weight;
+    const float own_weight =
+        local >= 0 && source == me ? __ldg(params.topk_weights + pair) : 0;
+    const uint32_t weight = word_of(window.Weights(me, source), "the weights",
+                                    local >= 0, __float_as_uint(own_weight));
+    if (i < num_pairs) params.recv_weights[i] = __uint_as_float(weight);
   }
 }
 
@@ -606,22 +612,20 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
     if (sends_small) SendSmall(thread, gridDim.x * kWorkThreads, small);
   };
   const auto count = [&] {
-    for (int32_t i = threadIdx.x; i < num_ranks * local_experts;
-         i += kWorkThreads) {
-      before[i] = total[i] = 0;
-    }
+    ForEach(threadIdx.x, kWorkThreads, num_ranks * local_experts,
+            [&](int32_t i) { before[i] = total[i] = 0; });
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
     CountIds(begin, end, places, before, total);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
     // Rows of earlier sources stand before those of later ones.
-    for (int32_t e = threadIdx.x; e < local_experts; e += kWorkThreads) {
+    ForEach(threadIdx.x, kWorkThreads, local_experts, [&](int32_t e) {
       int32_t rows = 0;
       for (int32_t source = 0; source < num_ranks; ++source) {
         before[source * local_experts + e] += rows;
         rows += total[source * local_experts + e];
       }
       if (block == 0) params.counts[e] = rows;
-    }
+    });
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
     FindPlaces(begin, end, places, before);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);

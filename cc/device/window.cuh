@@ -216,27 +216,6 @@ static __device__ __forceinline__ bool HasCome(const Window& window,
   return static_cast<uint32_t>(seen >> 32) == window.epoch;
 }
 
-// A word's value, once it has come. `seen` is a first look at it.
-static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
-                                                    const uint64_t* word,
-                                                    uint64_t seen,
-                                                    const char* step,
-                                                    int32_t peer) {
-  Patience patience = {step, peer};
-  while (!HasCome(window, seen)) {
-    patience.Look(window, static_cast<uint32_t>(seen >> 32));
-    seen = ptx::LoadRelaxedSys(word);
-  }
-  return static_cast<uint32_t>(seen);
-}
-
-static __device__ __forceinline__ uint32_t WaitWord(const Window& window,
-                                                    const uint64_t* word,
-                                                    const char* step,
-                                                    int32_t peer) {
-  return WaitWord(window, word, ptx::LoadRelaxedSys(word), step, peer);
-}
-
 // A word that is waited for.
 struct AwaitedWord {
   const uint64_t* word;
@@ -244,8 +223,9 @@ struct AwaitedWord {
 };
 
 // Waits for the words of a batch; `seen` are first looks at them, and
-// window.Word(~0u) where a thread wants none. Those that have not come are
-// looked at again all at once.
+// window.Word(~0u) where a lane wants none. Those that have not come are looked
+// at again all at once. Called by a whole warp, which goes on as one: see
+// Lines.
 template <int kBatch, typename WordOf>
 __device__ __forceinline__ void WaitWords(const Window& window,
                                           uint64_t (&seen)[kBatch],
@@ -264,8 +244,19 @@ __device__ __forceinline__ void WaitWords(const Window& window,
       patience.peer = awaited.peer;
       seen[j] = ptx::LoadRelaxedSys(awaited.word);
     }
-    if (all) return;
-    patience.Look(window, found);
+    if (__all_sync(kAllLanes, all)) return;
+    if (!all) patience.Look(window, found);
+  }
+}
+
+// Calls each(i) for the i of [0, n) that are `thread` modulo `threads`, the
+// lanes of a warp in step. `thread` is that of the warp's first lane plus lane.
+template <typename Each>
+__device__ __forceinline__ void ForEach(int32_t thread, int32_t threads,
+                                        int32_t n, const Each& each) {
+  const int32_t lane = threadIdx.x % kWarpSize;
+  for (int32_t first = thread - lane; first < n; first += threads) {
+    if (first + lane < n) each(first + lane);
   }
 }
 
@@ -389,9 +380,11 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
 // the chunk's first on; lines that lie behind are neither stored nor waited
 // for. Units that the lane does not hold may be anything.
 //
-// A line is whole only if its eight lanes ask for it at once, and lanes that a
-// wait has parted stay so: a warp comes together before each instruction. Where
-// it did not, lanes that had nothing to wait for had looked before the others.
+// A line is whole only if its eight lanes ask for it at once. So no lane may
+// leave a loop before the others of its warp: a loop yields to other lanes,
+// those that are out of it need not wait for it, and __syncwarp() does not join
+// them for longer than itself. Lanes that had nothing to wait for had then
+// looked at their parts of a line before the one that sees its epoch.
 
 inline constexpr int32_t kNoUnit = 1 << 30;
 // Units, and words of 16 bytes, of a lane in a chunk.
