@@ -14,7 +14,6 @@
 
 #include "cc/element.h"
 #include "cc/low_latency_layout.h"
-#include "cc/ops.h"
 #include "cc/peer_view.h"
 
 namespace jax_ep {
@@ -59,12 +58,6 @@ struct LowLatencyCombineParams {
 // Experts of all ranks at most in the layout by expert: a block counts them in
 // shared memory.
 inline constexpr int32_t kMaxCountedExperts = 4096;
-
-// Dynamic shared memory that their kernels may ask for. GPUs without bulk
-// copies and the shared memory for them have less.
-inline constexpr int32_t LowLatencySharedBytes(bool has_bulk) {
-  return has_bulk ? kBulkSharedBytes : 99 << 10;
-}
 
 cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
                                      cudaStream_t stream);

@@ -29,21 +29,19 @@ namespace {
 
 struct Launch {
   LowLatencyCombineParams params;
-  WindowOffsets offsets;
   Experts experts;
   Roles roles;
   int32_t num_chunks;  // of a row
   int32_t row_bytes;
-  int32_t num_slots;  // of a warp, in shared memory
   Divisor by_chunks;
   Divisor by_peers;  // num_ranks - 1
 };
 
-// Parts of rows that a warp has in flight as they are, sending and receiving.
-constexpr int kSending = 5;
-constexpr int kReceiving = 4;
-
-using Slots = Shelf<kPerLane, false>;
+// Parts of rows that a warp has in flight: as they are, sending and receiving;
+// and rows of the sum over this rank's experts, one sum at a time.
+constexpr int kSending = 6;
+constexpr int kReceiving = 2;
+constexpr int kSummedRows = 6;
 
 template <typename T, bool kByExpert>
 struct Combiner {
@@ -116,8 +114,9 @@ struct Combiner {
     }
   };
 
-  __device__ const std::byte* RowOfY(int32_t place) const {
-    return params.y + int64_t{place} * launch.row_bytes;
+  __device__ void LoadY(int32_t place, int32_t first, Units& units) const {
+    LoadRow<Protocol>(params.y + int64_t{place} * launch.row_bytes, first,
+                      num_units - first, units);
   }
   // The places of a token's rows on this rank, lane k's that of its k-th id.
   __device__ int32_t PlaceOf(int32_t source, int32_t token) const {
@@ -147,45 +146,55 @@ struct Combiner {
                          units, num_units - item.first, window.epoch);
   }
 
-  // A part of a row that this rank sums over its experts: of a peer's token,
-  // then it is sent, or of an own one.
-  struct Step {
-    int32_t i;  // of the peers' items, or of the own ones
-    bool receives;
-    bool exists;
-  };
-  __device__ Item ItemOf(const Step& step) const {
-    if (!step.receives) return PeersItem(step.i);
-    const int32_t token = launch.by_chunks.Divide(step.i);
-    const int32_t chunk = step.i - token * launch.num_chunks;
-    return {me, token, chunk, chunk * Protocol::kUnits};
-  }
-  // What a warp has to know of a step beforehand. Lane k has the k-th choice's:
-  // the id of an own token alone.
-  struct Looked {
+  // A part of the sum of the rows at the lanes' places, in their order.
+  struct ExpertSum {
+    // By rank a rank's own row is all there is of it.
+    static constexpr int kRows = kByExpert ? kSummedRows : 1;
+
+    Units rows[kRows];
     int32_t place;
-    int32_t id;
-    uint64_t weight;  // a word
+    uint32_t to_load;
+    uint32_t to_add;
+
+    __device__ __forceinline__ void Load(const Combiner& combiner,
+                                         int32_t first, Units& row) {
+      if (to_load == 0) return;
+      combiner.LoadY(__shfl_sync(kAllLanes, place, __ffs(to_load) - 1), first,
+                     row);
+      to_load &= to_load - 1;
+    }
+    // Asks for the first rows.
+    __device__ __forceinline__ void Begin(const Combiner& combiner,
+                                          int32_t lane_place, int32_t first) {
+      place = lane_place;
+      to_load = to_add = __ballot_sync(kAllLanes, place >= 0);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) Load(combiner, first, rows[j]);
+    }
+    __device__ __forceinline__ bool empty() const { return to_add == 0; }
+    // `weight` is that of the lane's place. Some place is >= 0.
+    __device__ __forceinline__ void End(const Combiner& combiner, float weight,
+                                        int32_t first, Units& units) {
+      Sum sum;
+      sum.Begin(false);
+      while (to_add != 0) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          if (to_add == 0) break;
+          sum.AddTimes(__shfl_sync(kAllLanes, weight, __ffs(to_add) - 1),
+                       rows[j]);
+          to_add &= to_add - 1;
+          Load(combiner, first, rows[j]);
+        }
+      }
+      sum.Round(units);
+    }
   };
-  __device__ const uint64_t* WeightWord(const Item& item) const {
-    return window.Words(me, item.source) + item.token * top_k + lane;
-  }
-  __device__ Step FirstStep() const;
-  __device__ Step NextStep(Step step) const;
-  __device__ Looked LookAtPlaces(const Step& step) const;
-  __device__ void LookAtWeights(const Step& step, Looked& looked) const;
-  __device__ void SumByExpert(const Slots& shelf) const;
-  template <typename Own>
-  __device__ void FinishOwn(const Item& item, uint64_t ranks, Units& words,
-                            const Own& own) const;
 
   __device__ void SendWeights() const;
   __device__ void SendByRank() const;
-  __device__ void AskOwn(int32_t base, const Slots& shelf) const;
-  __device__ void ReceiveByRank(const Slots& shelf) const;
-  __device__ void LookAtPeer(const Item& item, uint64_t ranks,
-                             Units& words) const;
-  __device__ void Run() const;
+  __device__ void SendByExpert() const;
+  __device__ void Receive() const;
 };
 
 // Begins; then sends each weight to the rank of its expert. One block for all:
@@ -238,335 +247,179 @@ __device__ void Combiner<T, kByExpert>::SendByRank() const {
       if (base + j * count >= num_items) continue;
       const Item item = PeersItem(base + j * count);
       places[j] = PlaceOf(item.source, item.token);
-      LoadRow<Protocol>(RowOfY(item.source * params.base.stride + item.token),
-                        item.first, num_units - item.first, units[j]);
+      LoadY(item.source * params.base.stride + item.token, item.first,
+            units[j]);
     }
     if (!begun) HasEpoch(window);
     begun = true;
-#pragma unroll 1
-    for (int j = 0; j < kSending && base + j * count < num_items; ++j) {
-      int32_t place;
-      Pick(places, j, place);
-      if (!__any_sync(kAllLanes, place >= 0)) continue;
-      Units one;
-      Pick(units, j, one);
-      Push(PeersItem(base + j * count), one);
-    }
-  }
-}
-
-// A first look at the item's row of the first peer in `ranks`.
-template <typename T, bool kByExpert>
-__device__ __forceinline__ void Combiner<T, kByExpert>::LookAtPeer(
-    const Item& item, uint64_t ranks, Units& words) const {
-  ranks &= ~(uint64_t{1} << me);
-  if (ranks == 0) return;
-  const int32_t peer = __ffsll(static_cast<long long>(ranks)) - 1;
-  LookAt<Protocol>(window.Chunk(me, peer, item.token, item.chunk),
-                   num_units - item.first, words);
-}
-
-// The sum over ranks of an item of an own token; own(units) gives what this
-// rank has of it. `words` are a first look at the first peer's.
-template <typename T, bool kByExpert>
-template <typename Own>
-__device__ __forceinline__ void Combiner<T, kByExpert>::FinishOwn(
-    const Item& item, uint64_t ranks, Units& words, const Own& own) const {
-  const int32_t left = num_units - item.first;
-  Sum sum;
-  sum.Begin(ranks == 0);
-  for (uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
-    const int32_t rank = __ffsll(static_cast<long long>(rest)) - 1;
-    Units units;
-    if (rank == me) {
-      own(units);
-      sum.Add(units);
-      continue;
-    }
-    WaitChunk<Protocol>(window, window.Chunk(me, rank, item.token, item.chunk),
-                        left, rank, words, units);
-    LookAtPeer(item, rest & (rest - 1), words);
-    sum.Add(units);
-  }
-  Units units;
-  sum.Round(units);
-  StoreRow<Protocol>(params.out + int64_t{item.token} * launch.row_bytes,
-                     item.first, left, units);
-}
-
-// Asks for this rank's own rows of the receiving items from the base-th of each
-// warp on: what they hold is used where ids say so.
-template <typename T, bool kByExpert>
-__device__ __forceinline__ void Combiner<T, kByExpert>::AskOwn(
-    int32_t base, const Slots& shelf) const {
-  const int32_t blocks = launch.roles.num_receivers();
-  const int32_t count = blocks * kWorkWarps;
-  base += warp * blocks + launch.roles.receiver();
-#pragma unroll 1
-  for (int32_t j = 0; j < kReceiving; ++j) {
-    const int32_t i = base + j * count;
-    if (i >= num_tokens * launch.num_chunks) return;
-    const Item item = ItemOf({i, true, true});
-    shelf.Ask<Protocol>(j, RowOfY(me * params.base.stride + item.token),
-                        item.first, num_units - item.first);
-    ptx::CommitCopies();
-  }
-}
-
-template <typename T, bool kByExpert>
-__device__ void Combiner<T, kByExpert>::ReceiveByRank(
-    const Slots& shelf) const {
-  constexpr int kBatch = kReceiving;
-  const int32_t blocks = launch.roles.num_receivers();
-  const int32_t index = warp * blocks + launch.roles.receiver();
-  const int32_t count = blocks * kWorkWarps;
-  const int32_t num_items = num_tokens * launch.num_chunks;
-  const uint64_t others = ~(uint64_t{1} << me);
-  const auto load_ids = [&](int32_t base, int32_t (&ids)[kBatch]) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int32_t i = base + j * count;
-      ids[j] = -1;
-      if (i >= num_items || lane >= top_k) continue;
-      const int32_t token = launch.by_chunks.Divide(i);
-      ids[j] = __ldg(params.base.topk_idx + token * top_k + lane);
-    }
-  };
-  int32_t next_ids[kBatch];
-  load_ids(index, next_ids);
-  if (!launch.roles.Sends()) HasEpoch(window);
-  for (int32_t base = index; base < num_items; base += kBatch * count) {
-    const auto item_of = [&](int j) {
-      return ItemOf({base + j * count, true, true});
-    };
-    int32_t ids[kBatch];
-    Units words[kBatch];
-    uint32_t missing = 0;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      ids[j] = next_ids[j];
+    for (int j = 0; j < kSending; ++j) {
       if (base + j * count >= num_items) continue;
-      const uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
-      const Item item = item_of(j);
-      missing |= 1u << j;
-      LookAtPeer(item, ranks, words[j]);
+      if (!__any_sync(kAllLanes, places[j] >= 0)) continue;
+      Push(PeersItem(base + j * count), units[j]);
     }
-    if (base != index) AskOwn(base - index, shelf);
-    // Of the next items, while these ones' rows are on their way.
-    load_ids(base + kBatch * count, next_ids);
-    ptx::WaitCopies<0>();
-    TakeAsTheyCome<Protocol, true>(
-        window, missing, words,
-        [&](int j) -> Awaited {
-          const uint64_t rest =
-              RanksOfWarp(experts.RankOf(ids[j]), num_ranks) & others;
-          const int32_t peer =
-              rest == 0 ? me : __ffsll(static_cast<long long>(rest)) - 1;
-          const Item item = item_of(j);
-          return {window.Chunk(me, peer, item.token, item.chunk),
-                  rest == 0 ? 0 : num_units - item.first, peer};
-        },
-        [&](int j, Units& taken) {
-          int32_t id;
-          Pick(ids, j, id);
-          FinishOwn(item_of(j), RanksOfWarp(experts.RankOf(id), num_ranks),
-                    taken, [&](Units& own) { shelf.Get(j, own); });
-        });
   }
 }
 
-// By expert. A warp has the steps of all that it sends, and after them those of
-// what it receives. The rows of all steps are one stream, of which it has as
-// many in flight as it can hold: with the last rows of one step on their way it
-// asks for those of the next.
-
+// The sums over this rank's experts.
 template <typename T, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kByExpert>::Step
-Combiner<T, kByExpert>::FirstStep() const {
-  Step step = {
-      static_cast<int32_t>(warp * launch.roles.num_senders + blockIdx.x), false,
-      true};
-  if (!launch.roles.Sends() ||
-      step.i >= num_tokens * (num_ranks - 1) * launch.num_chunks) {
-    step = {warp * launch.roles.num_receivers() + launch.roles.receiver(), true,
-            launch.roles.Receives()};
-    step.exists &= step.i < num_tokens * launch.num_chunks;
-  }
-  return step;
-}
-
-template <typename T, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kByExpert>::Step
-Combiner<T, kByExpert>::NextStep(Step step) const {
-  if (!step.exists) return step;
-  if (!step.receives) {
-    step.i += launch.roles.num_senders * kWorkWarps;
-    if (step.i < num_tokens * (num_ranks - 1) * launch.num_chunks) return step;
-    step = {warp * launch.roles.num_receivers() + launch.roles.receiver(), true,
-            launch.roles.Receives()};
-  } else {
-    step.i += launch.roles.num_receivers() * kWorkWarps;
-  }
-  step.exists &= step.i < num_tokens * launch.num_chunks;
-  return step;
-}
-
-template <typename T, bool kByExpert>
-__device__ __forceinline__ typename Combiner<T, kByExpert>::Looked
-Combiner<T, kByExpert>::LookAtPlaces(const Step& step) const {
-  Looked looked = {-1, -1, 0};
-  if (!step.exists || lane >= top_k) return looked;
-  const Item item = ItemOf(step);
-  looked.place = PlaceOf(item.source, item.token);
-  if (step.receives) {
-    looked.id = __ldg(params.base.topk_idx + item.token * top_k + lane);
-  }
-  return looked;
-}
-
-template <typename T, bool kByExpert>
-__device__ __forceinline__ void Combiner<T, kByExpert>::LookAtWeights(
-    const Step& step, Looked& looked) const {
-  if (!step.exists || lane >= top_k) return;
-  const Item item = ItemOf(step);
-  looked.weight = step.receives
-                      ? window.Word(__float_as_uint(__ldg(
-                            params.topk_weights + item.token * top_k + lane)))
-                      : ptx::LoadRelaxedSys(WeightWord(item));
-}
-
-template <typename T, bool kByExpert>
-__device__ void Combiner<T, kByExpert>::SumByExpert(const Slots& shelf) const {
-  const int32_t depth = launch.num_slots;
-
-  // Rows of `now` are added, some of `next` may have been asked for, and of
-  // `then` places and weights.
-  Step now = FirstStep();
-  Looked of_now = LookAtPlaces(now);
-  Step next = NextStep(now);
-  Looked of_next = LookAtPlaces(next);
+__device__ void Combiner<T, kByExpert>::SendByExpert() const {
   if (blockIdx.x == 0) {
     SendWeights();
   } else {
     HasEpoch(window);
   }
-  LookAtWeights(now, of_now);
-  LookAtWeights(next, of_next);
-
-  // The shelf is a ring of rows in flight. `load` tells of what is to be asked
-  // for next.
-  int32_t first_row = 0, num_rows = 0;
-  struct {
-    int32_t place;
-    uint32_t left;
-    int32_t first;
-  } load;
-  bool loads_next = false;
-  const auto load_of = [&](const Step& step, const Looked& looked) {
-    load.place = looked.place;
-    load.left = __ballot_sync(kAllLanes, looked.place >= 0);
-    load.first = ItemOf(step).first;
+  const int32_t count = launch.roles.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
+  const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
+  const auto weight_word = [&](const Item& item) {
+    return window.Words(me, item.source) + item.token * top_k + lane;
   };
-  // Asks for one more row; whether there was one.
-  const auto load_row = [&] {
-    if (load.left == 0) {
-      if (loads_next || !next.exists) return false;
-      loads_next = true;
-      load_of(next, of_next);
-      if (load.left == 0) return false;
-    }
-    const int32_t place =
-        __shfl_sync(kAllLanes, load.place, __ffs(load.left) - 1);
-    load.left &= load.left - 1;
-    int32_t at = first_row + num_rows;
-    if (at >= depth) at -= depth;
-    shelf.Ask<Protocol>(at, RowOfY(place), load.first, num_units - load.first);
-    ptx::CommitCopies();
-    ++num_rows;
-    return true;
+  // Of the next item places and weights are looked at while this one's rows are
+  // on their way.
+  int32_t place;
+  uint64_t word;
+  const auto look = [&](int32_t i) {
+    place = -1;
+    if (i >= num_items || lane >= top_k) return;
+    const Item item = PeersItem(i);
+    place = PlaceOf(item.source, item.token);
+    word = ptx::LoadRelaxedSys(weight_word(item));
   };
-
-  if (now.exists) load_of(now, of_now);
-  while (now.exists) {
-    while (num_rows < depth && load_row()) {
-    }
-    const Step then = NextStep(next);
-    Looked of_then = LookAtPlaces(then);
-    LookAtWeights(then, of_then);
-
-    const Item item = ItemOf(now);
-    uint64_t ranks = 0;
-    Units words;
-    if (now.receives) {
-      ranks = RanksOfWarp(experts.RankOf(of_now.id), num_ranks);
-      LookAtPeer(item, ranks, words);
-    }
-    uint32_t left = __ballot_sync(kAllLanes, of_now.place >= 0);
-    uint64_t seen[] = {of_now.place >= 0 ? of_now.weight : window.Word(0)};
+  look(index);
+  for (int32_t i = index; i < num_items; i += count) {
+    const Item item = PeersItem(i);
+    const uint64_t looked = word;
+    ExpertSum sum;
+    sum.Begin(*this, place, item.first);
+    look(i + count);
+    if (sum.empty()) continue;
+    uint64_t seen[] = {sum.place >= 0 ? looked : window.Word(0)};
     WaitWords(
         window, seen,
-        [&](int) -> AwaitedWord { return {WeightWord(item), item.source}; },
+        [&](int) -> AwaitedWord { return {weight_word(item), item.source}; },
         "the weights");
     const float weight = __uint_as_float(static_cast<uint32_t>(seen[0]));
-    const bool any = left != 0;
-    Sum sum;
-    sum.Begin(false);
-    for (; left != 0; left &= left - 1) {
-      const float of_row = __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
-      --num_rows;
-      Slots::WaitOldest(num_rows);
-      Units row;
-      shelf.Get(first_row, row);
-      sum.AddTimes(of_row, row);
-      first_row = first_row + 1 == depth ? 0 : first_row + 1;
-      load_row();
-    }
     Units units;
-    sum.Round(units);
-    if (now.receives) {
-      FinishOwn(item, ranks, words,
-                [&](Units& own) { memcpy(&own, &units, sizeof(Units)); });
-    } else if (any) {
-      Push(item, units);
-    }
-    now = next;
-    of_now = of_next;
-    next = then;
-    of_next = of_then;
-    if (!loads_next && now.exists) load_of(now, of_now);
-    loads_next = false;
+    sum.End(*this, weight, item.first, units);
+    Push(item, units);
   }
 }
 
 template <typename T, bool kByExpert>
-__device__ void Combiner<T, kByExpert>::Run() const {
-  extern __shared__ uint4 shared_units[];
-  const Slots shelf(reinterpret_cast<std::byte*>(shared_units),
-                    launch.num_slots);
-  if constexpr (kByExpert) {
-    SumByExpert(shelf);
-  } else {
-    if (launch.roles.Receives()) AskOwn(0, shelf);
-    if (launch.roles.Sends()) SendByRank();
-    if (launch.roles.Receives()) ReceiveByRank(shelf);
+__device__ void Combiner<T, kByExpert>::Receive() const {
+  constexpr int kBatch = kByExpert ? 1 : kReceiving;
+  const int32_t blocks = launch.roles.num_receivers();
+  const int32_t index = warp * blocks + launch.roles.receiver();
+  const int32_t count = blocks * kWorkWarps;
+  const int32_t num_items = num_tokens * launch.num_chunks;
+  // Of the next items, while these ones' rows are on their way.
+  int32_t ids[kBatch], places[kBatch];
+  const auto look_ahead = [&](int32_t base) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      ids[j] = places[j] = -1;
+      if (i >= num_items || lane >= top_k) continue;
+      const int32_t token = launch.by_chunks.Divide(i);
+      ids[j] = __ldg(params.base.topk_idx + token * top_k + lane);
+      if constexpr (kByExpert) places[j] = PlaceOf(me, token);
+    }
+  };
+  look_ahead(index);
+  if (!launch.roles.Sends()) HasEpoch(window);
+  for (int32_t base = index; base < num_items; base += kBatch * count) {
+    uint64_t ranks[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      ranks[j] = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+    }
+    float weights[kBatch];
+    ExpertSum sums[kBatch];
+    Units words[kBatch];
+    // At the row of the first peer of those that are left.
+    const auto look = [&](int j, uint64_t rest) {
+      rest &= ~(uint64_t{1} << me);
+      if (rest == 0) return;
+      const int32_t i = base + j * count;
+      const int32_t peer = __ffsll(static_cast<long long>(rest)) - 1;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t chunk = i - token * launch.num_chunks;
+      LookAt<Protocol>(window.Chunk(me, peer, token, chunk),
+                       num_units - chunk * Protocol::kUnits, words[j]);
+    };
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t first = (i - token * launch.num_chunks) * Protocol::kUnits;
+      look(j, ranks[j]);
+      if constexpr (kByExpert) {
+        sums[j].Begin(*this, places[j], first);
+        weights[j] = places[j] < 0
+                         ? 0
+                         : __ldg(params.topk_weights + token * top_k + lane);
+      } else if (ranks[j] >> me & 1) {
+        LoadY(me * params.base.stride + token, first, sums[j].rows[0]);
+      }
+    }
+    look_ahead(base + kBatch * count);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int32_t i = base + j * count;
+      if (i >= num_items) continue;
+      const int32_t token = launch.by_chunks.Divide(i);
+      const int32_t chunk = i - token * launch.num_chunks;
+      const int32_t first = chunk * Protocol::kUnits;
+      const int32_t left = num_units - first;
+      if (kByExpert && (ranks[j] >> me & 1)) {
+        sums[j].End(*this, weights[j], first, sums[j].rows[0]);
+      }
+      Sum sum;
+      sum.Begin(ranks[j] == 0);
+      for (uint64_t rest = ranks[j]; rest != 0; rest &= rest - 1) {
+        const int32_t rank = __ffsll(static_cast<long long>(rest)) - 1;
+        if (rank == me) {
+          sum.Add(sums[j].rows[0]);
+          continue;
+        }
+        Units units;
+        WaitChunk<Protocol>(window, window.Chunk(me, rank, token, chunk), left,
+                            rank, words[j], units);
+        look(j, rest & (rest - 1));
+        sum.Add(units);
+      }
+      Units units;
+      sum.Round(units);
+      StoreRow<Protocol>(params.out + int64_t{token} * launch.row_bytes, first,
+                         left, units);
+    }
   }
 }
 
 template <typename T, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     CombineKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, launch.offsets, "low_latency_combine",
+  Window window(launch.params.base, "low_latency_combine",
                 WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
   }
-  Combiner<T, kByExpert>(launch, window).Run();
+  const Combiner<T, kByExpert> combiner(launch, window);
+  if (launch.roles.Sends()) {
+    if constexpr (kByExpert) {
+      combiner.SendByExpert();
+    } else {
+      combiner.SendByRank();
+    }
+  }
+  if (launch.roles.Receives()) combiner.Receive();
   WarpDone(window);
 }
 
 using Kernel = void (*)(Launch);
 
-// The kernels by number: two for each element, by rank and by expert.
+// By rank and by expert, for each element.
 constexpr Kernel kKernels[] = {
     &CombineKernel<Bf16, false>,  &CombineKernel<Bf16, true>,
     &CombineKernel<F16, false>,   &CombineKernel<F16, true>,
@@ -588,29 +441,21 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
       (row_bytes / 16 + Lines::kUnits - 1) / Lines::kUnits;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
-  Roles roles;
-  const cudaError_t status =
-      Roles::Of(blocks, base.by_expert ? 16 : 10, &roles);
-  if (status != cudaSuccess) return status;
-  const int32_t num_slots =
-      Slots::Fitting(base.by_expert ? Slots::kMost : kReceiving,
-                     LowLatencySharedBytes(base.op.view.has_bulk));
+  const int32_t senders = std::max(blocks * (base.by_expert ? 16 : 10) / 32, 1);
   const Launch launch = {
       .params = params,
-      .offsets = WindowOffsets(base.layout, WindowKind::kCombine),
       .experts = Experts(base.num_experts, num_ranks),
-      .roles = roles,
+      .roles = {senders, senders},
       .num_chunks = num_chunks,
       .row_bytes = row_bytes,
-      .num_slots = num_slots,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
   };
   const int32_t element = base.element == Element::kBf16  ? 0
                           : base.element == Element::kF16 ? 1
                                                           : 2;
-  kKernels[2 * element + base.by_expert]<<<
-      blocks, kWindowThreads, num_slots * Slots::OneOfEach(), stream>>>(launch);
+  kKernels[2 * element + base.by_expert]<<<blocks, kWindowThreads, 0, stream>>>(
+      launch);
   return cudaPeekAtLastError();
 }
 

@@ -27,31 +27,24 @@
 namespace jax_ep {
 namespace {
 
-// Chunks that a warp has in flight of what it receives.
-constexpr int kReceiving = 5;
+// Chunks of what it receives that a warp has in flight.
+constexpr int kReceiving = 6;
 
 // Places that a block keeps in shared memory.
 constexpr int32_t kKeptPlaces = 1024;
 
 struct Launch {
   LowLatencyDispatchParams params;
-  WindowOffsets offsets;
   Experts experts;
   Roles roles;
   int32_t num_chunks;  // of a row
   int32_t x_bytes;     // of a row of x
   int32_t row_bytes;   // of one of `rows`
-  int32_t num_scales;  // of one of them
+  int32_t num_scales;  // of a row
   // By expert: chunks of this rank's rows, and as many of each peer's, that a
-  // receiving block sees to; whether it keeps the places of its tokens; whether
-  // it sends its share of the own rows too, as all blocks do then.
+  // receiving block sees to; whether it keeps the places of its tokens.
   int32_t share;
   bool keeps_places;
-  bool sends_share;
-  // In shared memory: slots of a warp for chunks of own rows, and where they
-  // begin; before them, by expert, the counters of rows and the places.
-  int32_t num_slots;
-  int32_t shelf_offset;
   Divisor by_chunks;
   Divisor by_peers;   // num_ranks - 1
   Divisor by_tokens;  // T
@@ -62,7 +55,7 @@ struct Launch {
 template <typename Source, bool kByExpert>
 struct Dispatcher {
   using Protocol = typename Source::Protocol;
-  using Shelf = typename Source::Shelf;
+  using Chunk = typename Source::Chunk;
 
   const Launch& launch;
   const LowLatencyDispatchParams& params;
@@ -75,10 +68,8 @@ struct Dispatcher {
   int32_t num_units;  // of a row
   int32_t warp;
   int32_t lane;
-  int32_t* shared;
-  Shelf shelf;
 
-  __device__ Dispatcher(const Launch& l, Window& w, std::byte* shared_bytes)
+  __device__ Dispatcher(const Launch& l, Window& w)
       : launch(l),
         params(l.params),
         window(w),
@@ -89,9 +80,7 @@ struct Dispatcher {
         top_k(l.params.base.top_k),
         num_units(l.row_bytes / 16),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize),
-        shared(reinterpret_cast<int32_t*>(shared_bytes)),
-        shelf(shared_bytes + launch.shelf_offset, launch.num_slots) {}
+        lane(threadIdx.x % kWarpSize) {}
 
   // A part of a row.
   struct Item {
@@ -120,6 +109,9 @@ struct Dispatcher {
     return ItemOf(source, token, begin + own - token * launch.num_chunks);
   }
 
+  __device__ const std::byte* RowOfX(int32_t token) const {
+    return params.x + int64_t{token} * launch.x_bytes;
+  }
   __device__ int32_t OwnId(int32_t token) const {
     return lane < top_k ? __ldg(params.base.topk_idx + token * top_k + lane)
                         : -1;
@@ -150,16 +142,12 @@ struct Dispatcher {
   };
   __device__ Small SmallOf(int32_t i) const;
   __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
-  __device__ int32_t SendingThread() const;
+  __device__ void Send() const;
   __device__ void SendItem(const Item& item, uint64_t ranks,
                            const Units& units) const;
-  template <typename Begin, typename Take>
-  __device__ void TakeOwn(int32_t first, int32_t step, int32_t end,
-                          const Begin& begin, const Take& take) const;
-  __device__ void Send() const;
-  template <typename Begin, typename Ready>
-  __device__ void MoveOwn(int32_t first, int32_t end, const Begin& begin,
-                          const Ready& ready, const Places& places) const;
+  template <typename Ready>
+  __device__ void CopyOwn(int32_t begin, int32_t end, const Ready& ready,
+                          const Places& places) const;
   __device__ void Receive(int32_t index, int32_t count, int32_t begin,
                           int32_t num_items, const Places& places) const;
   __device__ void Deliver(const Item& item, int32_t place,
@@ -171,7 +159,6 @@ struct Dispatcher {
   __device__ void FindPlaces(int32_t begin, int32_t end, const Places& places,
                              int32_t* next) const;
   __device__ void ReceiveByExpert() const;
-  __device__ void Run() const;
 };
 
 template <typename Source, bool kByExpert>
@@ -216,75 +203,51 @@ __device__ void Dispatcher<Source, kByExpert>::SendItem(
   }
 }
 
-// This thread's number among those of the blocks that send.
-template <typename Source, bool kByExpert>
-__device__ int32_t Dispatcher<Source, kByExpert>::SendingThread() const {
-  return (warp * launch.roles.num_senders + blockIdx.x) * kWarpSize + lane;
-}
-
-// Calls take(i, ranks, slot, units) for every step-th of this rank's items from
-// `first` on that goes to some rank, with the slot of the shelf that it came
-// through. begin() is called once, when the first ones have been asked for.
-template <typename Source, bool kByExpert>
-template <typename Begin, typename Take>
-__device__ __forceinline__ void Dispatcher<Source, kByExpert>::TakeOwn(
-    int32_t first, int32_t step, int32_t end, const Begin& begin,
-    const Take& take) const {
-  const int32_t num_slots = launch.num_slots;
-  bool begun = false;
-#pragma unroll 1
-  for (int32_t base = first; base < end || !begun; base += num_slots * step) {
-    int32_t asked = 0;
-#pragma unroll 1
-    for (int32_t i = base; asked < num_slots && i < end; i += step) {
-      const Item item = OwnItem(i);
-      Source::Ask(shelf, asked, params.x + int64_t{item.token} * launch.x_bytes,
-                  item.first, item.left);
-      if (lane < top_k) {
-        ptx::CopyAsync(shelf.Id(asked),
-                       params.base.topk_idx + item.token * top_k + lane);
-      }
-      ptx::CommitCopies();
-      ++asked;
-    }
-    // While the rows are on their way here.
-    if (!begun) begin();
-    begun = true;
-#pragma unroll 1
-    for (int32_t slot = 0; slot < asked; ++slot) {
-      Shelf::WaitOldest(asked - 1 - slot);
-      const int32_t id = lane < top_k ? *shelf.Id(slot) : -1;
-      const uint64_t ranks = RanksOfWarp(experts.RankOf(id), num_ranks);
-      if (ranks == 0) continue;
-      const int32_t i = base + slot * step;
-      Units units;
-      Source::Finish(shelf, slot, OwnItem(i).left, units);
-      take(i, ranks, slot, units);
-    }
-  }
-}
-
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::Send() const {
+  constexpr int kBatch = Source::kSending;
   const int32_t count = launch.roles.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
   const int32_t num_items =
       kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
   // What others wait for longest is asked for first.
-  const int32_t thread = SendingThread();
+  const int32_t thread = index * kWarpSize + lane;
   const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
-  const auto begin = [&] {
-    HasEpoch(window);
-    SendSmall(thread, count * kWarpSize, small);
-  };
-  TakeOwn(thread / kWarpSize, count, num_items, begin,
-          [&](int32_t i, uint64_t ranks, int32_t, const Units& units) {
-            const uint64_t own = uint64_t{1} << me;
-            const Item item = OwnItem(i);
-            SendItem(item, ranks & ~own, units);
-            if (kByExpert || (ranks & own) == 0) return;
-            Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
-                    units);
-          });
+  bool begun = false;
+  for (int32_t base = index; base < num_items || !begun;
+       base += kBatch * count) {
+    Chunk chunks[kBatch];
+    int32_t ids[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (base + j * count < num_items) {
+        const Item item = OwnItem(base + j * count);
+        ids[j] = OwnId(item.token);
+        Source::Load(RowOfX(item.token), item.first, item.left, chunks[j]);
+      }
+    }
+    // While the rows are on their way here.
+    if (!begun) {
+      HasEpoch(window);
+      SendSmall(thread, count * kWarpSize, small);
+    }
+    begun = true;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (base + j * count >= num_items) continue;
+      const uint64_t own = uint64_t{1} << me;
+      uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
+      if (kByExpert) ranks &= ~own;
+      if (ranks == 0) continue;
+      const Item item = OwnItem(base + j * count);
+      Units units;
+      Source::Finish(chunks[j], units);
+      SendItem(item, ranks & ~own, units);
+      if (kByExpert || (ranks & own) == 0) continue;
+      Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
+              units);
+    }
+  }
 }
 
 // Stores a chunk in the rows at the lanes' places; -1: none.
@@ -297,11 +260,11 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
     StoreRow<Protocol>(params.rows + at * launch.row_bytes, item.first,
                        item.left, units);
     if constexpr (Source::kScaled) {
-      const int32_t num_scales = launch.num_scales;
-      const int32_t first = item.chunk * Protocol::kScales;
+      const int64_t num_scales = launch.num_scales;
+      const int64_t first = item.chunk * Protocol::kScales;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        const int32_t scale = first + Protocol::ScaleOf(lane, i);
+        const int64_t scale = first + Protocol::ScaleOf(lane, i);
         if (scale < num_scales) {
           params.scales[at * num_scales + scale] = __uint_as_float(units[i].x);
         }
@@ -310,52 +273,39 @@ __device__ void Dispatcher<Source, kByExpert>::Deliver(
   }
 }
 
-// By expert: items [first, end) of this rank's own rows by the warps of a
-// block. begin() is called when the first ones have been asked for, and ready()
-// before they are stored at their places. Before that the block sends them,
-// where it does; the first ones wait on the shelf.
+// Items [begin, end) of this rank's own rows by the warps of a block.
+// Their places are there once ready() has returned.
 template <typename Source, bool kByExpert>
-template <typename Begin, typename Ready>
-__device__ void Dispatcher<Source, kByExpert>::MoveOwn(
-    int32_t first, int32_t end, const Begin& begin, const Ready& ready,
+template <typename Ready>
+__device__ void Dispatcher<Source, kByExpert>::CopyOwn(
+    int32_t begin, int32_t end, const Ready& ready,
     const Places& places) const {
-  const int32_t mine = first + warp;
-  const int32_t rest = mine + launch.num_slots * kWorkWarps;
-  const bool sends = launch.sends_share && num_ranks > 1;
-  const auto send = [&](int32_t i, uint64_t ranks, const Units& units) {
-    SendItem(OwnItem(i), ranks & ~(uint64_t{1} << me), units);
-  };
-  const bool sends_rest = sends && rest < end;
-  if (sends_rest) {
-    TakeOwn(rest, kWorkWarps, end, begin,
-            [&](int32_t i, uint64_t ranks, int32_t, const Units& units) {
-              send(i, ranks, units);
-            });
+  constexpr int kBatch = Source::kCopying;
+  bool is_ready = false;
+  for (int32_t base = begin + warp; base < end || !is_ready;
+       base += kBatch * kWorkWarps) {
+    Chunk chunks[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (base + j * kWorkWarps < end) {
+        const Item item = OwnItem(base + j * kWorkWarps);
+        Source::Load(RowOfX(item.token), item.first, item.left, chunks[j]);
+      }
+    }
+    // While the rows are on their way here.
+    if (!is_ready) ready();
+    is_ready = true;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (base + j * kWorkWarps >= end) continue;
+      const Item item = OwnItem(base + j * kWorkWarps);
+      const int32_t place = PlaceAt(item, places);
+      if (!__any_sync(kAllLanes, place >= 0)) continue;
+      Units units;
+      Source::Finish(chunks[j], units);
+      Deliver(item, place, units);
+    }
   }
-  TakeOwn(
-      mine, kWorkWarps, min(rest, end),
-      [&] {
-        if (!sends_rest) begin();
-      },
-      [&](int32_t i, uint64_t ranks, int32_t slot, const Units& units) {
-        if (Source::kScaled) shelf.Put(slot, units);
-        if (sends) send(i, ranks, units);
-      });
-  ready();
-#pragma unroll 1
-  for (int32_t i = mine, slot = 0; i < min(rest, end); i += kWorkWarps) {
-    const Item item = OwnItem(i);
-    Units units;
-    shelf.Get(slot++, units);
-    Deliver(item, PlaceAt(item, places), units);
-  }
-  if (rest >= end) return;
-  TakeOwn(
-      rest, kWorkWarps, end, [] {},
-      [&](int32_t i, uint64_t, int32_t, const Units& units) {
-        const Item item = OwnItem(i);
-        Deliver(item, PlaceAt(item, places), units);
-      });
 }
 
 // Items of the peers' rows from own item `begin` on, every count-th.
@@ -363,29 +313,23 @@ template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::Receive(
     int32_t index, int32_t count, int32_t begin, int32_t num_items,
     const Places& places) const {
-  constexpr int kBatch = kReceiving;
-  for (int32_t base = index; base < num_items; base += kBatch * count) {
+  for (int32_t base = index; base < num_items; base += kReceiving * count) {
     const auto item_of = [&](int j) {
       return PeersItem(begin, base + j * count);
     };
-    const auto chunk_of = [&](int j) -> Awaited {
-      const Item item = item_of(j);
-      return {window.Chunk(me, item.source, item.token, item.chunk), item.left,
-              item.source};
-    };
-    Units words[kBatch];
-    uint64_t looked[kBatch];
+    Units words[kReceiving];
+    uint64_t looked[kReceiving];
     // At the rows too, before it is known whether they come at all.
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kReceiving; ++j) {
       looked[j] = window.Word(~0u);
       if (base + j * count >= num_items) continue;
       const Item item = item_of(j);
       if (!kByExpert && lane < top_k) {
         looked[j] = ptx::LoadRelaxedSys(IdWord(item.source, item.token));
       }
-      const Awaited awaited = chunk_of(j);
-      LookAt<Protocol>(awaited.chunk, awaited.left, words[j]);
+      LookAt<Protocol>(window.Chunk(me, item.source, item.token, item.chunk),
+                       item.left, words[j]);
     }
     if constexpr (!kByExpert) {
       WaitWords(
@@ -395,26 +339,28 @@ __device__ void Dispatcher<Source, kByExpert>::Receive(
             return {IdWord(item.source, item.token), item.source};
           },
           "the ids");
-      __syncwarp();
     }
-    uint32_t missing = 0;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kReceiving; ++j) {
       if (base + j * count >= num_items) continue;
-      const int32_t here =
-          kByExpert ? PlaceAt(item_of(j), places)
-                    : experts.LocalOn(me, static_cast<int32_t>(looked[j]));
-      if (__any_sync(kAllLanes, here >= 0)) missing |= 1u << j;
+      const Item item = item_of(j);
+      int32_t place;
+      if constexpr (kByExpert) {
+        place = PlaceAt(item, places);
+        if (!__any_sync(kAllLanes, place >= 0)) continue;
+      } else {
+        const int32_t here =
+            experts.LocalOn(me, static_cast<int32_t>(looked[j]));
+        if (!__any_sync(kAllLanes, here >= 0)) continue;
+        // The first lane has the row's place.
+        place = lane == 0 ? item.source * params.base.stride + item.token : -1;
+      }
+      Units units;
+      WaitChunk<Protocol>(window,
+                          window.Chunk(me, item.source, item.token, item.chunk),
+                          item.left, item.source, words[j], units);
+      Deliver(item, place, units);
     }
-    TakeAsTheyCome<Protocol, false>(
-        window, missing, words, chunk_of, [&](int j, const Units& taken) {
-          const Item item = item_of(j);
-          const int32_t fixed =
-              lane == 0 ? item.source * params.base.stride + item.token : -1;
-          Units units;
-          Protocol::Unpack(lane, taken, units);
-          Deliver(item, kByExpert ? PlaceAt(item, places) : fixed, units);
-        });
   }
 }
 
@@ -459,10 +405,11 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveIds(
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByRank() const {
+  if (!launch.roles.Sends()) HasEpoch(window);
   const int32_t blocks = launch.roles.num_receivers();
   const int32_t index = warp * blocks + launch.roles.receiver();
   const int32_t count = blocks * kWorkWarps;
-  // By the last warps: those have fewest rows.
+  // By the last warps: with few tokens those have no rows.
   ReceiveIds((count - 1 - index) * kWarpSize + lane, count * kWarpSize);
   Receive(index, count, 0, num_tokens * launch.num_chunks * (num_ranks - 1),
           Places{});
@@ -503,22 +450,21 @@ __device__ void Dispatcher<Source, kByExpert>::CountIds(int32_t begin,
       if (!used || row >= rows) continue;
       const int32_t source = launch.by_tokens.Divide(row);
       const int32_t pair = (row - source * num_tokens) * top_k + k;
-      words[j] = source == me ? window.Word(static_cast<uint32_t>(
-                                    __ldg(params.base.topk_idx + pair)))
-                              : ptx::LoadRelaxedSys(word_of(j).word);
+      words[j] = source == me
+                     ? window.Word(static_cast<uint32_t>(
+                           __ldg(params.base.topk_idx + pair)))
+                     : ptx::LoadRelaxedSys(window.Words(me, source) + pair);
     }
     WaitWords(window, words, word_of, "the ids");
-    __syncwarp();
-#pragma unroll 1
-    for (int j = 0; j < kLooks && base + j * step < rows; ++j) {
+#pragma unroll
+    for (int j = 0; j < kLooks; ++j) {
       const int32_t row = base + j * step + in_warp;
-      uint64_t word;
-      Pick(words, j, word);
+      if (base + j * step >= rows) break;
       int32_t local = -1, source = 0, token = 0;
       if (used && row < rows) {
         source = launch.by_tokens.Divide(row);
         token = row - source * num_tokens;
-        local = experts.LocalOn(me, static_cast<int32_t>(word));
+        local = experts.LocalOn(me, static_cast<int32_t>(words[j]));
         if (token >= begin && token < end) {
           places.Of(source, token, top_k)[k] = local;
         }
@@ -586,11 +532,9 @@ __device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
-  // Counters for every rank and local expert, and places.
-  int32_t* const before = shared;
-  int32_t* const total = before + num_ranks * experts.local_experts;
-  int32_t* const kept = total + num_ranks * experts.local_experts;
-
+  __shared__ int32_t before[kMaxCountedExperts];
+  __shared__ int32_t total[kMaxCountedExperts];
+  __shared__ int32_t kept[kKeptPlaces];
   const int32_t block = launch.roles.receiver();
   // This block's items, and the tokens that they are of.
   const int32_t num_items = num_tokens * launch.num_chunks;
@@ -602,16 +546,8 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
   const Places places = launch.keeps_places
                             ? Places{kept, end - begin, begin}
                             : Places{params.places, params.base.stride, 0};
-  // What others wait for longest is asked for first.
-  const int32_t thread = SendingThread();
-  const bool sends_small = launch.sends_share && num_ranks > 1;
-  const Small small = sends_small ? SmallOf(thread) : Small{};
-  const auto begin_all = [&] {
-    // A block that has sent has begun.
-    if (launch.sends_share || !launch.roles.Sends()) HasEpoch(window);
-    if (sends_small) SendSmall(thread, gridDim.x * kWorkThreads, small);
-  };
   const auto count = [&] {
+    if (!launch.roles.Sends()) HasEpoch(window);
     ForEach(threadIdx.x, kWorkThreads, num_ranks * local_experts,
             [&](int32_t i) { before[i] = total[i] = 0; });
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
@@ -630,83 +566,72 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
     FindPlaces(begin, end, places, before);
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
   };
-  MoveOwn(first, last, begin_all, count, places);
+  CopyOwn(first, last, count, places);
   Receive(warp, kWorkWarps, first, (last - first) * (num_ranks - 1), places);
-}
-
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Run() const {
-  const bool sends = launch.roles.Sends() && !(kByExpert && launch.sends_share);
-  if (sends) Send();
-  if (!launch.roles.Receives()) return;
-  if constexpr (kByExpert) {
-    ReceiveByExpert();
-  } else {
-    if (!sends) HasEpoch(window);
-    ReceiveByRank();
-  }
 }
 
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     DispatchKernel(const __grid_constant__ Launch launch) {
-  Window window(launch.params.base, launch.offsets, "low_latency_dispatch",
+  Window window(launch.params.base, "low_latency_dispatch",
                 WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.roles.first_receiver);
   }
-  extern __shared__ uint4 shared_units[];
-  Dispatcher<Source, kByExpert>(launch, window,
-                                reinterpret_cast<std::byte*>(shared_units))
-      .Run();
+  const Dispatcher<Source, kByExpert> dispatcher(launch, window);
+  if (launch.roles.Sends()) dispatcher.Send();
+  if (launch.roles.Receives()) {
+    if constexpr (kByExpert) {
+      dispatcher.ReceiveByExpert();
+    } else {
+      dispatcher.ReceiveByRank();
+    }
+  }
   WarpDone(window);
 }
 
-// A kernel and what it has of shared memory.
-struct Choice {
-  void (*kernel)(Launch);
-  int32_t one_of_each;  // bytes of a slot of every warp
-  int32_t (*num_slots)(int32_t wanted, int32_t bytes);
+using Kernel = void (*)(Launch);
+
+// By rank and by expert, for each kind of row.
+constexpr Kernel kKernels[] = {
+    &DispatchKernel<Plain, false>,
+    &DispatchKernel<Plain, true>,
+    &DispatchKernel<Quantized<Bf16>, false>,
+    &DispatchKernel<Quantized<Bf16>, true>,
+    &DispatchKernel<Quantized<F16>, false>,
+    &DispatchKernel<Quantized<F16>, true>,
+    &DispatchKernel<Quantized<float>, false>,
+    &DispatchKernel<Quantized<float>, true>,
 };
 
-template <typename Source, bool kByExpert>
-constexpr Choice ChoiceOf() {
-  using Shelf = typename Source::Shelf;
-  return {&DispatchKernel<Source, kByExpert>, Shelf::OneOfEach(),
-          &Shelf::Fitting};
-}
-
-// Two for each kind of row, by rank and by expert.
-constexpr Choice kChoices[] = {
-    ChoiceOf<Plain, false>(),
-    ChoiceOf<Plain, true>(),
-    ChoiceOf<Quantized<Bf16>, false>(),
-    ChoiceOf<Quantized<Bf16>, true>(),
-    ChoiceOf<Quantized<F16>, false>(),
-    ChoiceOf<Quantized<F16>, true>(),
-    ChoiceOf<Quantized<float>, false>(),
-    ChoiceOf<Quantized<float>, true>(),
-};
-
-const Choice& ChoiceFor(const LowLatencyDispatchParams& params) {
+Kernel KernelFor(const LowLatencyDispatchParams& params) {
   const Element element = params.base.element;
   const int32_t source = !params.quantize            ? 0
                          : element == Element::kBf16 ? 1
                          : element == Element::kF16  ? 2
                                                      : 3;
-  return kChoices[2 * source + params.base.by_expert];
+  return kKernels[2 * source + params.base.by_expert];
 }
 
-// Blocks of 32 that send, where a block does not do both. By rank they store
-// own rows too, and still it was the receivers that 128 tokens waited for; by
-// expert a row is received once for every expert (docs/performance.md).
-int32_t SendersOf32(const LowLatencyDispatchParams& params) {
-  if (params.base.by_expert) return params.quantize ? 8 : 6;
-  return 16;
-}
-
-int32_t RoundedUp(int32_t n, int32_t divisor) {
-  return (n + divisor - 1) / divisor;
+// By rank all blocks send, and then receive, where they may count on running at
+// a time: half of the multiprocessors are enough for them (docs/design.md). By
+// expert a row is received once for every expert, and the receivers count ids
+// meanwhile (docs/performance.md).
+cudaError_t FindRoles(const LowLatencyDispatchParams& params, int32_t blocks,
+                      Roles* roles) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&multiprocessors,
+                                    cudaDevAttrMultiProcessorCount, device);
+  }
+  const bool by_expert = params.base.by_expert;
+  const int32_t of_32 = !by_expert ? 16 : params.quantize ? 8 : 6;
+  const int32_t senders = std::max(blocks * of_32 / 32, 1);
+  *roles = !by_expert && 2 * blocks <= multiprocessors
+               ? Roles{blocks, 0}
+               : Roles{senders, senders};
+  return status;
 }
 
 }  // namespace
@@ -725,35 +650,20 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   const int32_t num_chunks = (row_bytes / 16 + units - 1) / units;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   Roles roles;
-  const cudaError_t status = Roles::Of(blocks, SendersOf32(params), &roles);
+  const cudaError_t status = FindRoles(params, blocks, &roles);
   if (status != cudaSuccess) return status;
   // By expert, of the receiving blocks.
   const int32_t receivers = blocks - roles.first_receiver;
-  int32_t share = RoundedUp(base.num_tokens * num_chunks, receivers);
+  const auto share_of = [&](int32_t items) {
+    return (items + receivers - 1) / receivers;
+  };
+  int32_t share = share_of(base.num_tokens * num_chunks);
   const bool keeps_places =
       int64_t{num_ranks} * (share / num_chunks + 2) * base.top_k <= kKeptPlaces;
   // Whole tokens: in global memory places would meet ids of another block.
-  if (!keeps_places) share = RoundedUp(base.num_tokens, receivers) * num_chunks;
-  const Choice& choice = ChoiceFor(params);
-  int32_t shelf_offset = 0;
-  if (base.by_expert) {
-    const int32_t counters =
-        num_ranks * LocalExperts(base.num_experts, num_ranks);
-    shelf_offset =
-        (2 * counters + (keeps_places ? kKeptPlaces : 0) + 31) / 32 * 128;
-  }
-  // As many as a warp has chunks, if there is room.
-  const int32_t chunks =
-      base.by_expert && roles.AllBoth(blocks)
-          ? share
-          : RoundedUp(base.num_tokens * num_chunks, roles.num_senders);
-  const int32_t num_slots = choice.num_slots(
-      std::max(RoundedUp(chunks, kWorkWarps), 1),
-      LowLatencySharedBytes(base.op.view.has_bulk) - shelf_offset);
-  const int32_t shared_bytes = shelf_offset + num_slots * choice.one_of_each;
+  if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
   const Launch launch = {
       .params = params,
-      .offsets = WindowOffsets(base.layout, WindowKind::kDispatch),
       .experts = Experts(base.num_experts, num_ranks),
       .roles = roles,
       .num_chunks = num_chunks,
@@ -762,23 +672,20 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       .num_scales = (base.hidden + kScaleBlock - 1) / kScaleBlock,
       .share = share,
       .keeps_places = keeps_places,
-      .sends_share = base.by_expert && roles.AllBoth(blocks),
-      .num_slots = num_slots,
-      .shelf_offset = shelf_offset,
       .by_chunks = Divisor(num_chunks),
       .by_peers = Divisor(std::max(num_ranks - 1, 1)),
       .by_tokens = Divisor(base.num_tokens),
       .by_top_k = Divisor(base.top_k),
       .by_max_tokens = Divisor(base.stride),
   };
-  choice.kernel<<<blocks, kWindowThreads, shared_bytes, stream>>>(launch);
+  KernelFor(params)<<<blocks, kWindowThreads, 0, stream>>>(launch);
   return cudaPeekAtLastError();
 }
 
 std::vector<const void*> LowLatencyDispatchKernelAddresses() {
   std::vector<const void*> addresses;
-  for (const Choice& choice : kChoices) {
-    addresses.push_back(reinterpret_cast<const void*>(choice.kernel));
+  for (const Kernel kernel : kKernels) {
+    addresses.push_back(reinterpret_cast<const void*>(kernel));
   }
   return addresses;
 }

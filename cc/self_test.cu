@@ -298,18 +298,6 @@ std::string SelfTest(int ordinal) {
       }
     }
   }
-  for (const auto& more : {LowLatencyDispatchKernelAddresses(),
-                           LowLatencyCombineKernelAddresses()}) {
-    for (const void* kernel : more) {
-      if (!problem.empty()) break;
-      status = cudaFuncSetAttribute(kernel,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    LowLatencySharedBytes(HasBulk(ordinal)));
-      if (status != cudaSuccess) {
-        problem = Problem(ordinal, "asking for shared memory", status);
-      }
-    }
-  }
   if (problem.empty()) problem = Run(ordinal);
   return problem;
 }

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cc/device/rows.cuh"
 #include "cc/device/window.cuh"
 
 namespace jax_ep {
@@ -18,20 +19,24 @@ namespace jax_ep {
 struct Plain {
   using Protocol = Lines;
   static constexpr bool kScaled = false;
-  // Of a lane's part of a chunk of x, in units of 16 bytes.
-  static constexpr int kWords = kPerLane;
-  using Shelf = jax_ep::Shelf<kWords, true>;
+  // Chunks that a warp has in flight: of what it sends, and of what it copies
+  // while it counts.
+  static constexpr int kSending = 6;
+  static constexpr int kCopying = 5;
+  struct Chunk {
+    Units units;
+  };
 
   // Of the row at `row`, from unit `first` on, `left` units to its end.
-  static __device__ __forceinline__ void Ask(const Shelf& shelf, int32_t slot,
-                                             const std::byte* row,
-                                             int32_t first, int32_t left) {
-    shelf.Ask<Protocol>(slot, row, first, left);
+  static __device__ __forceinline__ void Load(const std::byte* row,
+                                              int32_t first, int32_t left,
+                                              Chunk& chunk) {
+    LoadRow<Protocol>(row, first, left, chunk.units);
   }
-  static __device__ __forceinline__ void Finish(const Shelf& shelf,
-                                                int32_t slot, int32_t,
+  static __device__ __forceinline__ void Finish(const Chunk& chunk,
                                                 Units& units) {
-    shelf.Get(slot, units);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) units[i] = chunk.units[i];
   }
 };
 
@@ -58,25 +63,27 @@ struct Quantized {
   static constexpr bool kScaled = true;
   static constexpr int kColumns = 16;
   static constexpr int kVectors = kColumns * sizeof(T) / 16;
-  static constexpr int kWords = kPerLane * kVectors;
-  using Shelf = jax_ep::Shelf<kWords, true>;
+  static constexpr int kSending = 8 / kVectors;
+  static constexpr int kCopying = 4 / kVectors;
+  struct Chunk {
+    uint4 in[kPerLane][kVectors];
+  };
 
-  static __device__ __forceinline__ bool Has(int32_t unit, int32_t left) {
-    return unit < min(left, Protocol::kUnits);
-  }
-  static __device__ __forceinline__ void Ask(const Shelf& shelf, int32_t slot,
-                                             const std::byte* row,
-                                             int32_t first, int32_t left) {
+  static __device__ __forceinline__ void Load(const std::byte* row,
+                                              int32_t first, int32_t left,
+                                              Chunk& chunk) {
+    const auto* from =
+        reinterpret_cast<const uint4*>(row) + int64_t{first} * kVectors;
     const int32_t lane = threadIdx.x % kWarpSize;
-    const uint4* from = reinterpret_cast<const uint4*>(row) + first * kVectors;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int32_t unit = i * kWarpSize + lane;
-      if (!Has(unit, left)) continue;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        ptx::CopyAsync(shelf.Word(slot, i * kVectors + v),
-                       from + unit * kVectors + v);
+        chunk.in[i][v] = uint4{};
+        if (unit < min(left, Protocol::kUnits)) {
+          chunk.in[i][v] = LoadUnit(from + unit * kVectors + v);
+        }
       }
     }
   }
@@ -120,21 +127,13 @@ struct Quantized {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  static __device__ __forceinline__ void Finish(const Shelf& shelf,
-                                                int32_t slot, int32_t left,
+  static __device__ __forceinline__ void Finish(const Chunk& chunk,
                                                 Units& units) {
     const int32_t lane = threadIdx.x % kWarpSize;
     float scales[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      uint4 in[kVectors];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        in[v] = Has(i * kWarpSize + lane, left)
-                    ? *shelf.Word(slot, i * kVectors + v)
-                    : uint4{};
-      }
-      units[i] = Quantize(in, scales[i]);
+      units[i] = Quantize(chunk.in[i], scales[i]);
     }
     // The eighths of the first four lines and of the next three: to the last
     // line, which has had nothing so far.

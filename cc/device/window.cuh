@@ -14,13 +14,9 @@
 #ifndef JAX_EP_CC_DEVICE_WINDOW_CUH_
 #define JAX_EP_CC_DEVICE_WINDOW_CUH_
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 
 #include "cc/device/ptx.cuh"
 #include "cc/device/rows.cuh"
@@ -37,69 +33,27 @@ inline constexpr int kWindowThreads = kWorkThreads + kWarpSize;
 inline constexpr int kEpochBarrier = 1;
 inline constexpr int kWorkBarrier = 2;
 
-// Division of numbers below 2^31 by one that the host knows.
+// Division of numbers below 2^32 by one that the host knows.
 class Divisor {
  public:
   Divisor() = default;
-  __host__ __device__ explicit Divisor(uint32_t divisor) : shift_(31) {
-    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
-    const uint64_t power = uint64_t{1} << shift_;
-    multiplier_ = static_cast<uint32_t>((power + divisor - 1) / divisor);
-  }
+  __host__ __device__ explicit Divisor(uint32_t divisor)
+      : divisor_(divisor),
+        reciprocal_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
 
-  __device__ int32_t Divide(int32_t n) const {
-    return static_cast<int32_t>(
-        uint64_t{static_cast<uint32_t>(n)} * multiplier_ >> shift_);
+  __device__ uint32_t Divide(uint32_t n) const {
+    return divisor_ > 1 ? static_cast<uint32_t>(__umul64hi(n, reciprocal_)) : n;
   }
+  __device__ uint32_t divisor() const { return divisor_; }
 
  private:
-  uint32_t multiplier_;  // ceil(2^shift / divisor)
-  uint32_t shift_;       // 31 + ceil(log2(divisor))
-};
-
-// Copies one of a warp's values, which are in registers: their indices have to
-// be known when this is compiled, j is not.
-template <typename Value, int kBatch>
-__device__ __forceinline__ void Pick(const Value (&all)[kBatch], int32_t j,
-                                     Value& one) {
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    if (i == j) memcpy(&one, &all[i], sizeof(Value));
-  }
-}
-template <typename Value, int kBatch>
-__device__ __forceinline__ void Put(Value (&all)[kBatch], int32_t j,
-                                    const Value& one) {
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    if (i == j) memcpy(&all[i], &one, sizeof(Value));
-  }
-}
-
-// Where the windows of a kind stand in a rank's memory, worked out on the host.
-struct WindowOffsets {
-  // By parity of the epoch.
-  int64_t rows[2];
-  int64_t words[2];
-  int64_t weights[2];
-  int32_t max_tokens;
-  int32_t row_bytes;
-
-  WindowOffsets(const LowLatencyLayout& layout, WindowKind kind)
-      : max_tokens(static_cast<int32_t>(layout.max_tokens)),
-        row_bytes(static_cast<int32_t>(layout.row_bytes)) {
-    for (uint32_t parity = 0; parity < 2; ++parity) {
-      rows[parity] = layout.rows(kind, parity);
-      words[parity] = layout.words(kind, parity);
-      weights[parity] = layout.weights(parity);
-    }
-  }
+  uint32_t divisor_;
+  uint64_t reciprocal_;  // ceil(2^64 / divisor)
 };
 
 // One operation's windows of all ranks.
 struct Window {
   const LowLatencyParams& params;
-  const WindowOffsets& offsets;
   const char* name;  // of the operation, for messages
   WindowKind kind;
   uint32_t before;  // the epoch of the operation before
@@ -107,9 +61,9 @@ struct Window {
   uint32_t parity;
 
   // All threads of a block construct it first of all.
-  __device__ Window(const LowLatencyParams& p, const WindowOffsets& o,
-                    const char* operation_name, WindowKind window_kind)
-      : params(p), offsets(o), name(operation_name), kind(window_kind) {
+  __device__ Window(const LowLatencyParams& p, const char* operation_name,
+                    WindowKind window_kind)
+      : params(p), name(operation_name), kind(window_kind) {
     before = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
   }
   // Waits for the epoch; until then there is none.
@@ -143,19 +97,21 @@ struct Window {
   }
   // Words [T * K]: ids in dispatch, weights in combine.
   __device__ uint64_t* Words(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(At(owner, offsets.words[parity])) +
-           from * offsets.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(
+               At(owner, params.layout.words(kind, parity))) +
+           from * params.layout.max_tokens * kMaxTopK;
   }
   // The router's weights, of dispatch.
   __device__ uint64_t* Weights(int32_t owner, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(At(owner, offsets.weights[parity])) +
-           from * offsets.max_tokens * kMaxTopK;
+    return reinterpret_cast<uint64_t*>(
+               At(owner, params.layout.weights(parity))) +
+           from * params.layout.max_tokens * kMaxTopK;
   }
   __device__ std::byte* Chunk(int32_t owner, int32_t from, int32_t token,
                               int32_t chunk) const {
-    return At(owner, offsets.rows[parity]) +
-           int64_t{from * offsets.max_tokens + token} * offsets.row_bytes +
-           chunk * int32_t{LowLatencyLayout::kChunkBytes};
+    return At(owner, params.layout.rows(kind, parity)) +
+           (from * params.layout.max_tokens + token) * params.layout.row_bytes +
+           chunk * LowLatencyLayout::kChunkBytes;
   }
 };
 
@@ -225,7 +181,7 @@ struct AwaitedWord {
 // Waits for the words of a batch; `seen` are first looks at them, and
 // window.Word(~0u) where a lane wants none. Those that have not come are looked
 // at again all at once. Called by a whole warp, which goes on as one: see
-// Lines.
+// "Rows in chunks".
 template <int kBatch, typename WordOf>
 __device__ __forceinline__ void WaitWords(const Window& window,
                                           uint64_t (&seen)[kBatch],
@@ -266,26 +222,6 @@ struct Roles {
   int32_t num_senders;     // blocks from 0 on
   int32_t first_receiver;  // from here on to the end
 
-  // All blocks do both where they may count on running at a time, see
-  // docs/design.md: half of the multiprocessors are enough for them. Else
-  // `senders_of_32` of 32 send, and the others receive.
-  static cudaError_t Of(int32_t blocks, int32_t senders_of_32, Roles* roles) {
-    int device = 0, multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-      status = cudaDeviceGetAttribute(&multiprocessors,
-                                      cudaDevAttrMultiProcessorCount, device);
-    }
-    const int32_t senders = std::max(blocks * senders_of_32 / 32, 1);
-    *roles = 2 * blocks <= multiprocessors ? Roles{blocks, 0}
-                                           : Roles{senders, senders};
-    return status;
-  }
-
-  // All blocks do both.
-  bool AllBoth(int32_t blocks) const {
-    return num_senders == blocks && first_receiver == 0;
-  }
   __device__ bool Sends() const {
     return static_cast<int32_t>(blockIdx.x) < num_senders;
   }
@@ -301,7 +237,7 @@ struct Roles {
   }
 };
 
-// Keeping step ----------------------------------------------------------------
+// Keeping step ---------------------------------------------------------------
 
 // Every working warp, when it has asked for what needs no epoch: the epoch is
 // then in its register, and may be advanced in memory.
@@ -372,7 +308,7 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
   }
 }
 
-// Rows in chunks --------------------------------------------------------------
+// Rows in chunks -------------------------------------------------------------
 //
 // A chunk is eight lines: two instructions of a warp. A protocol says which
 // units of 16 bytes a lane holds: UnitOf(lane, i) of [0, kUnits) for i <
@@ -381,10 +317,10 @@ static __device__ void KeepStep(Window window, int32_t first_receiver) {
 // for. Units that the lane does not hold may be anything.
 //
 // A line is whole only if its eight lanes ask for it at once. So no lane may
-// leave a loop before the others of its warp: a loop yields to other lanes,
-// those that are out of it need not wait for it, and __syncwarp() does not join
-// them for longer than itself. Lanes that had nothing to wait for had then
-// looked at their parts of a line before the one that sees its epoch.
+// leave a loop that waits before the others of its warp: such a loop yields,
+// lanes that are out of it go on meanwhile, and __syncwarp() joins them for no
+// longer than itself. Lanes that had nothing to wait for would look at their
+// parts of a line before the one that sees its epoch.
 
 inline constexpr int32_t kNoUnit = 1 << 30;
 // Units, and words of 16 bytes, of a lane in a chunk.
@@ -460,7 +396,6 @@ __device__ __forceinline__ void StoreChunk(std::byte* chunk, const Units& u,
                                            int32_t left, uint32_t epoch) {
   const int32_t lane = threadIdx.x % kWarpSize;
   uint4* to = reinterpret_cast<uint4*>(chunk) + lane;
-  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     uint4 word = Protocol::Pack(lane, u, i);
@@ -477,7 +412,6 @@ __device__ __forceinline__ void LookAt(const std::byte* chunk, int32_t left,
                                        Units& w) {
   const int32_t lane = threadIdx.x % kWarpSize;
   const uint4* from = reinterpret_cast<const uint4*>(chunk) + lane;
-  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     w[i] = uint4{};
@@ -499,20 +433,13 @@ __device__ __forceinline__ bool Arrived(const Units& w, int32_t left,
   return all || lane % 8 < 7;
 }
 
-// Whether all of a chunk that a warp has looked at has come. All its lanes.
-template <typename Protocol>
-__device__ __forceinline__ bool HasCome(const Window& window, const Units& w,
-                                        int32_t left) {
-  return __all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch));
-}
-
 // Looks again until all has come; then the lane's units. All lanes of a warp.
 template <typename Protocol>
 __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
                                           int32_t peer, Units& w, Units& u) {
   Patience patience = {"the rows", peer};
-  while (!HasCome<Protocol>(window, w, left)) {
+  while (!__all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch))) {
     // What the eighth lane has seen instead of the epoch.
     patience.Look(window, w[0].w);
     LookAt<Protocol>(chunk, left, w);
@@ -520,63 +447,11 @@ __device__ __forceinline__ void WaitChunk(const Window& window,
   Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
 }
 
-// A chunk that is waited for.
-struct Awaited {
-  const std::byte* chunk;
-  int32_t left;
-  int32_t peer;
-};
-
-// Calls take(j, words) for every chunk j in `missing`, as they come; `words`
-// are first looks at them. Those that have not come are looked at again all at
-// once, so that a batch costs the waiting of its last chunk and not of each.
-// kOnce: take() is one piece of code for all of them, for what is not in the
-// instruction cache yet may cost more than copies in registers.
-template <typename Protocol, bool kOnce, int kBatch, typename ChunkOf,
-          typename Take>
-__device__ __forceinline__ void TakeAsTheyCome(const Window& window,
-                                               uint32_t missing,
-                                               Units (&words)[kBatch],
-                                               const ChunkOf& chunk_of,
-                                               const Take& take) {
-  Patience patience = {"the rows", 0};
-  while (true) {
-    uint32_t come = 0;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if ((missing >> j & 1) == 0) continue;
-      if (HasCome<Protocol>(window, words[j], chunk_of(j).left))
-        come |= 1u << j;
-    }
-    missing &= ~come;
-    constexpr int kUnroll = kOnce ? 1 : kBatch;
-#pragma unroll kUnroll
-    for (int j = 0; j < kBatch; ++j) {
-      if ((come >> j & 1) == 0) continue;
-      Units taken;
-      Pick(words, j, taken);
-      take(j, taken);
-    }
-    if (missing == 0) return;
-    // What the eighth lane has seen instead of the epoch.
-    uint32_t seen = 0;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if ((missing >> j & 1) == 0) continue;
-      const Awaited awaited = chunk_of(j);
-      patience.peer = awaited.peer;
-      seen = words[j][0].w;
-      LookAt<Protocol>(awaited.chunk, awaited.left, words[j]);
-    }
-    patience.Look(window, seen);
-  }
-}
-
 inline int32_t ElementBytes(Element element) {
   return element == Element::kF32 ? 4 : 2;
 }
 
-// Rows in XLA's buffers -------------------------------------------------------
+// Rows in XLA's buffers ------------------------------------------------------
 
 // Rows and their sizes are multiples of 16 bytes.
 
@@ -585,7 +460,7 @@ template <typename Protocol>
 __device__ __forceinline__ void LoadRow(const std::byte* row, int32_t first,
                                         int32_t left, Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
-  const uint4* from = reinterpret_cast<const uint4*>(row) + first;
+  const auto* from = reinterpret_cast<const uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
@@ -598,7 +473,7 @@ template <typename Protocol>
 __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
                                          int32_t left, const Units& u) {
   const int32_t lane = threadIdx.x % kWarpSize;
-  uint4* to = reinterpret_cast<uint4*>(row) + first;
+  auto* to = reinterpret_cast<uint4*>(row) + first;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t unit = Protocol::UnitOf(lane, i);
@@ -606,79 +481,7 @@ __device__ __forceinline__ void StoreRow(std::byte* row, int32_t first,
   }
 }
 
-// Chunks in shared memory
-//
-// Registers hold few chunks, and have to be known by number; shared memory
-// holds more. Each lane reads there what it wrote itself.
-
-// A warp's slots, of kWords units of 16 bytes a lane and, where kHasIds, a
-// word.
-template <int kWords, bool kHasIds>
-struct Shelf {
-  static constexpr int32_t kSlotBytes =
-      (kWords * 16 + (kHasIds ? 4 : 0)) * kWarpSize;
-  // Slots at most, of which WaitOldest knows.
-  static constexpr int32_t kMost = 12;
-
-  std::byte* at;
-
-  // Bytes of a slot of every working warp.
-  static constexpr int32_t OneOfEach() { return kWorkWarps * kSlotBytes; }
-  static int32_t Fitting(int32_t wanted, int32_t bytes) {
-    return std::min({wanted, bytes / OneOfEach(), kMost});
-  }
-
-  __device__ Shelf(std::byte* bytes, int32_t num_slots)
-      : at(bytes + threadIdx.x / kWarpSize * num_slots * kSlotBytes) {}
-
-  __device__ uint4* Word(int32_t slot, int i) const {
-    return reinterpret_cast<uint4*>(at + slot * kSlotBytes) + i * kWarpSize +
-           threadIdx.x % kWarpSize;
-  }
-  __device__ int32_t* Id(int32_t slot) const {
-    static_assert(kHasIds);
-    return reinterpret_cast<int32_t*>(at + slot * kSlotBytes +
-                                      kWords * 16 * kWarpSize) +
-           threadIdx.x % kWarpSize;
-  }
-  __device__ __forceinline__ void Put(int32_t slot, const Units& u) const {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) *Word(slot, i) = u[i];
-  }
-  __device__ __forceinline__ void Get(int32_t slot, Units& u) const {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) u[i] = *Word(slot, i);
-  }
-  // As LoadRow; the copies are in the thread's open group.
-  template <typename Protocol>
-  __device__ __forceinline__ void Ask(int32_t slot, const std::byte* row,
-                                      int32_t first, int32_t left) const {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    const uint4* from = reinterpret_cast<const uint4*>(row) + first;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int32_t unit = Protocol::UnitOf(lane, i);
-      if (unit < left) ptx::CopyAsync(Word(slot, i), from + unit);
-    }
-  }
-  // Waits for the oldest of a thread's groups of copies, behind which come
-  // `later` younger ones, or for some more.
-  static __device__ __forceinline__ void WaitOldest(int32_t later) {
-    if (later >= kMost - 1) {
-      ptx::WaitCopies<kMost - 1>();
-    } else if (later >= 5) {
-      ptx::WaitCopies<5>();
-    } else if (later >= 3) {
-      ptx::WaitCopies<3>();
-    } else if (later >= 1) {
-      ptx::WaitCopies<1>();
-    } else {
-      ptx::WaitCopies<0>();
-    }
-  }
-};
-
-// Tokens and ranks ------------------------------------------------------------
+// Tokens and ranks -----------------------------------------------------------
 
 // An expert id's rank and number there.
 struct Experts {
