@@ -442,10 +442,11 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
   const int32_t senders = std::max(blocks * (base.by_expert ? 16 : 10) / 32, 1);
+  const Roles roles = {senders, senders};
   const Launch launch = {
       .params = params,
       .experts = Experts(base.num_experts, num_ranks),
-      .roles = {senders, senders},
+      .roles = roles,
       .num_chunks = num_chunks,
       .row_bytes = row_bytes,
       .by_chunks = Divisor(num_chunks),
