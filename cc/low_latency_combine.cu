@@ -30,8 +30,8 @@ namespace {
 struct Launch {
   LowLatencyCombineParams params;
   Experts experts;
-  Roles roles;
-  int32_t num_chunks;  // of a row
+  int32_t num_senders;  // blocks
+  int32_t num_chunks;   // of a row
   int32_t row_bytes;
   Divisor by_chunks;
   Divisor by_peers;  // num_ranks - 1
@@ -233,8 +233,8 @@ __device__ void Combiner<T, kByExpert>::SendWeights() const {
 // Rows of the peers' tokens as they are.
 template <typename T, bool kByExpert>
 __device__ void Combiner<T, kByExpert>::SendByRank() const {
-  const int32_t count = launch.roles.num_senders * kWorkWarps;
-  const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
+  const int32_t count = launch.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
   bool begun = false;
   for (int32_t base = index; base < num_items || !begun;
@@ -269,8 +269,8 @@ __device__ void Combiner<T, kByExpert>::SendByExpert() const {
   } else {
     HasEpoch(window);
   }
-  const int32_t count = launch.roles.num_senders * kWorkWarps;
-  const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
+  const int32_t count = launch.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items = num_tokens * (num_ranks - 1) * launch.num_chunks;
   const auto weight_word = [&](const Item& item) {
     return window.Words(me, item.source) + item.token * top_k + lane;
@@ -309,8 +309,8 @@ __device__ void Combiner<T, kByExpert>::SendByExpert() const {
 template <typename T, bool kByExpert>
 __device__ void Combiner<T, kByExpert>::Receive() const {
   constexpr int kBatch = kByExpert ? 1 : kReceiving;
-  const int32_t blocks = launch.roles.num_receivers();
-  const int32_t index = warp * blocks + launch.roles.receiver();
+  const int32_t blocks = gridDim.x - launch.num_senders;
+  const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
   const int32_t count = blocks * kWorkWarps;
   const int32_t num_items = num_tokens * launch.num_chunks;
   // Of the next items, while these ones' rows are on their way.
@@ -327,7 +327,7 @@ __device__ void Combiner<T, kByExpert>::Receive() const {
     }
   };
   look_ahead(index);
-  if (!launch.roles.Sends()) HasEpoch(window);
+  HasEpoch(window);
   for (int32_t base = index; base < num_items; base += kBatch * count) {
     uint64_t ranks[kBatch];
 #pragma unroll
@@ -403,17 +403,16 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   Window window(launch.params.base, "low_latency_combine",
                 WindowKind::kCombine);
   if (threadIdx.x >= kWorkThreads) {
-    return KeepStep(window, launch.roles.first_receiver);
+    return KeepStep(window, launch.num_senders);
   }
   const Combiner<T, kByExpert> combiner(launch, window);
-  if (launch.roles.Sends()) {
-    if constexpr (kByExpert) {
-      combiner.SendByExpert();
-    } else {
-      combiner.SendByRank();
-    }
+  if (static_cast<int32_t>(blockIdx.x) >= launch.num_senders) {
+    combiner.Receive();
+  } else if constexpr (kByExpert) {
+    combiner.SendByExpert();
+  } else {
+    combiner.SendByRank();
   }
-  if (launch.roles.Receives()) combiner.Receive();
   WarpDone(window);
 }
 
@@ -441,12 +440,12 @@ cudaError_t LaunchLowLatencyCombine(const LowLatencyCombineParams& params,
       (row_bytes / 16 + Lines::kUnits - 1) / Lines::kUnits;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
   // By expert both halves read a row of every expert.
-  const int32_t senders = std::max(blocks * (base.by_expert ? 16 : 10) / 32, 1);
-  const Roles roles = {senders, senders};
+  const int32_t num_senders =
+      std::max(blocks * (base.by_expert ? 16 : 10) / 32, 1);
   const Launch launch = {
       .params = params,
       .experts = Experts(base.num_experts, num_ranks),
-      .roles = roles,
+      .num_senders = num_senders,
       .num_chunks = num_chunks,
       .row_bytes = row_bytes,
       .by_chunks = Divisor(num_chunks),

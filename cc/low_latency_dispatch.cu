@@ -36,11 +36,11 @@ constexpr int32_t kKeptPlaces = 1024;
 struct Launch {
   LowLatencyDispatchParams params;
   Experts experts;
-  Roles roles;
-  int32_t num_chunks;  // of a row
-  int32_t x_bytes;     // of a row of x
-  int32_t row_bytes;   // of one of `rows`
-  int32_t num_scales;  // of a row
+  int32_t num_senders;  // blocks
+  int32_t num_chunks;   // of a row
+  int32_t x_bytes;      // of a row of x
+  int32_t row_bytes;    // of one of `rows`
+  int32_t num_scales;   // of a row
   // By expert: chunks of this rank's rows, and as many of each peer's, that a
   // receiving block sees to; whether it keeps the places of its tokens.
   int32_t share;
@@ -206,8 +206,8 @@ __device__ void Dispatcher<Source, kByExpert>::SendItem(
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::Send() const {
   constexpr int kBatch = Source::kSending;
-  const int32_t count = launch.roles.num_senders * kWorkWarps;
-  const int32_t index = warp * launch.roles.num_senders + blockIdx.x;
+  const int32_t count = launch.num_senders * kWorkWarps;
+  const int32_t index = warp * launch.num_senders + blockIdx.x;
   const int32_t num_items =
       kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
   // What others wait for longest is asked for first.
@@ -405,9 +405,9 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveIds(
 
 template <typename Source, bool kByExpert>
 __device__ void Dispatcher<Source, kByExpert>::ReceiveByRank() const {
-  if (!launch.roles.Sends()) HasEpoch(window);
-  const int32_t blocks = launch.roles.num_receivers();
-  const int32_t index = warp * blocks + launch.roles.receiver();
+  HasEpoch(window);
+  const int32_t blocks = gridDim.x - launch.num_senders;
+  const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
   const int32_t count = blocks * kWorkWarps;
   // By the last warps: with few tokens those have no rows.
   ReceiveIds((count - 1 - index) * kWarpSize + lane, count * kWarpSize);
@@ -535,7 +535,7 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
   __shared__ int32_t before[kMaxCountedExperts];
   __shared__ int32_t total[kMaxCountedExperts];
   __shared__ int32_t kept[kKeptPlaces];
-  const int32_t block = launch.roles.receiver();
+  const int32_t block = blockIdx.x - launch.num_senders;
   // This block's items, and the tokens that they are of.
   const int32_t num_items = num_tokens * launch.num_chunks;
   const int32_t first = min(block * launch.share, num_items);
@@ -547,7 +547,7 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
                             ? Places{kept, end - begin, begin}
                             : Places{params.places, params.base.stride, 0};
   const auto count = [&] {
-    if (!launch.roles.Sends()) HasEpoch(window);
+    HasEpoch(window);
     ForEach(threadIdx.x, kWorkThreads, num_ranks * local_experts,
             [&](int32_t i) { before[i] = total[i] = 0; });
     ptx::SyncThreads(kWorkBarrier, kWorkThreads);
@@ -576,16 +576,15 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   Window window(launch.params.base, "low_latency_dispatch",
                 WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
-    return KeepStep(window, launch.roles.first_receiver);
+    return KeepStep(window, launch.num_senders);
   }
   const Dispatcher<Source, kByExpert> dispatcher(launch, window);
-  if (launch.roles.Sends()) dispatcher.Send();
-  if (launch.roles.Receives()) {
-    if constexpr (kByExpert) {
-      dispatcher.ReceiveByExpert();
-    } else {
-      dispatcher.ReceiveByRank();
-    }
+  if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
+    dispatcher.Send();
+  } else if constexpr (kByExpert) {
+    dispatcher.ReceiveByExpert();
+  } else {
+    dispatcher.ReceiveByRank();
   }
   WarpDone(window);
 }
@@ -613,25 +612,12 @@ Kernel KernelFor(const LowLatencyDispatchParams& params) {
   return kKernels[2 * source + params.base.by_expert];
 }
 
-// By rank all blocks send, and then receive, where they may count on running at
-// a time: half of the multiprocessors are enough for them (docs/design.md). By
-// expert a row is received once for every expert, and the receivers count ids
-// meanwhile (docs/performance.md).
-cudaError_t FindRoles(const LowLatencyDispatchParams& params, int32_t blocks,
-                      Roles* roles) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors,
-                                    cudaDevAttrMultiProcessorCount, device);
-  }
-  const bool by_expert = params.base.by_expert;
-  const int32_t of_32 = !by_expert ? 16 : params.quantize ? 8 : 6;
-  const int32_t senders = std::max(blocks * of_32 / 32, 1);
-  *roles = !by_expert && 2 * blocks <= multiprocessors
-               ? Roles{blocks, 0}
-               : Roles{senders, senders};
-  return status;
+// Blocks of 32 that send. By rank they store own rows too, and still it was the
+// receivers that 128 tokens waited for; by expert a row is received once for
+// every expert (docs/performance.md).
+int32_t SendersOf32(const LowLatencyDispatchParams& params) {
+  if (params.base.by_expert) return params.quantize ? 8 : 6;
+  return 16;
 }
 
 }  // namespace
@@ -649,11 +635,9 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   const int32_t units = params.quantize ? ScaledLines::kUnits : Lines::kUnits;
   const int32_t num_chunks = (row_bytes / 16 + units - 1) / units;
   const int32_t blocks = std::max(base.op.view.num_sms, 2);
-  Roles roles;
-  const cudaError_t status = FindRoles(params, blocks, &roles);
-  if (status != cudaSuccess) return status;
+  const int32_t num_senders = std::max(blocks * SendersOf32(params) / 32, 1);
   // By expert, of the receiving blocks.
-  const int32_t receivers = blocks - roles.first_receiver;
+  const int32_t receivers = blocks - num_senders;
   const auto share_of = [&](int32_t items) {
     return (items + receivers - 1) / receivers;
   };
@@ -665,7 +649,7 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
   const Launch launch = {
       .params = params,
       .experts = Experts(base.num_experts, num_ranks),
-      .roles = roles,
+      .num_senders = num_senders,
       .num_chunks = num_chunks,
       .x_bytes = x_bytes,
       .row_bytes = row_bytes,

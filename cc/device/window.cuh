@@ -216,27 +216,6 @@ __device__ __forceinline__ void ForEach(int32_t thread, int32_t threads,
   }
 }
 
-// Which blocks of a launch do what. A block that does both sends all that it
-// has to send before it waits for anything.
-struct Roles {
-  int32_t num_senders;     // blocks from 0 on
-  int32_t first_receiver;  // from here on to the end
-
-  __device__ bool Sends() const {
-    return static_cast<int32_t>(blockIdx.x) < num_senders;
-  }
-  __device__ bool Receives() const {
-    return static_cast<int32_t>(blockIdx.x) >= first_receiver;
-  }
-  // Of the blocks that receive: this one, and their number.
-  __device__ int32_t receiver() const {
-    return static_cast<int32_t>(blockIdx.x) - first_receiver;
-  }
-  __device__ int32_t num_receivers() const {
-    return static_cast<int32_t>(gridDim.x) - first_receiver;
-  }
-};
-
 // Keeping step ---------------------------------------------------------------
 
 // Every working warp, when it has asked for what needs no epoch: the epoch is
