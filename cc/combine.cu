@@ -44,7 +44,7 @@ constexpr int kStageBytes = kBulkSharedBytes / kStages / 128 * 128;
 
 struct Stage {
   uint64_t loaded;   // mbarrier: the rows are there
-  uint64_t summed;   // mbarrier: all summing warps have read them
+  uint64_t summed;   // mbarrier: all warps of the stage's team have read them
   int64_t out;       // first byte of the columns in the leaf's output
   int32_t bytes;     // of the columns
   int32_t num_rows;  // of the token, Columns::bytes apart
@@ -70,8 +70,10 @@ struct Columns {
 struct Turn {
   uint32_t stage = 0;
   uint32_t parity = 0;
+  uint32_t number = 0;  // of stages so far
 
   __device__ void Next() {
+    ++number;
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
@@ -134,15 +136,33 @@ __device__ void LoadStages(const CombineParams& params,
   }
 }
 
-// The summing warps: each thread sums some 16-byte units of every stage.
+// Into how many teams the summing warps part, which take the stages in turn:
+// what a stage costs beside its bytes is waiting, and short columns would leave
+// most threads without a unit.
+__device__ uint32_t TeamsFor(const CombineParams& params,
+                             uint32_t bulk_leaves) {
+  int32_t most = 0;
+  for (int32_t i = 0; i < params.num_leaves; ++i) {
+    if (!(bulk_leaves >> i & 1)) continue;
+    most = max(most, Columns(params, params.leaves[i]).bytes / 16);
+  }
+  return most <= kRowThreads / 4 ? 4 : most <= kRowThreads / 2 ? 2 : 1;
+}
+
+// The summing warps: each thread of a team sums some 16-byte units of the
+// team's stages.
 template <typename T>
 __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
-                          const std::byte* bytes, Turn& turn) {
+                          const std::byte* bytes, uint32_t teams, Turn& turn) {
   const Leaf& leaf = params.leaves[i];
   const Columns columns(params, leaf);
+  const uint32_t threads = kRowThreads / teams;
+  const uint32_t team = threadIdx.x / threads;
+  const auto first_unit = static_cast<int32_t>(threadIdx.x % threads);
   for (int64_t token = blockIdx.x; token < params.num_tokens;
        token += gridDim.x) {
     for (int32_t c = 0; c < columns.count; ++c, turn.Next()) {
+      if (turn.number % teams != team) continue;
       Stage& stage = stages[turn.stage];
       bulk::WaitBarrier(&stage.loaded, turn.parity);
       const int32_t num_rows = stage.num_rows;
@@ -151,7 +171,7 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
           reinterpret_cast<const uint4*>(bytes + turn.stage * kStageBytes);
       const int32_t stride = columns.bytes / 16;
       uint4* out = reinterpret_cast<uint4*>(leaf.out + stage.out);
-      for (int32_t at = threadIdx.x; at < units; at += kRowThreads) {
+      for (int32_t at = first_unit; at < units; at += threads) {
         UnitSum<T> sum;
         if (num_rows == 2) {
           const uint4 first = rows[at];
@@ -231,10 +251,11 @@ __device__ void SumBulk(const CombineParams& params, const Control& control,
                         bool closes) {
   extern __shared__ __align__(128) std::byte bytes[];
   __shared__ Stage stages[kStages];
+  const uint32_t teams = TeamsFor(params, bulk_leaves);
   if (threadIdx.x == 0) {
     for (Stage& stage : stages) {
       bulk::InitBarrier(&stage.loaded, 1);
-      bulk::InitBarrier(&stage.summed, kRowWarps);
+      bulk::InitBarrier(&stage.summed, kRowWarps / teams);
     }
     bulk::FenceBarrierInit();
   }
@@ -249,7 +270,7 @@ __device__ void SumBulk(const CombineParams& params, const Control& control,
       LoadStages(params, inputs, i, stages, bytes, turn);
     } else {
       WithElement(params.leaves[i].element, [&](auto element, auto) {
-        SumStages<decltype(element)>(params, i, stages, bytes, turn);
+        SumStages<decltype(element)>(params, i, stages, bytes, teams, turn);
       });
     }
   }
