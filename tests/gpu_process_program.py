@@ -138,6 +138,28 @@ def low_latency(*, steps=300, tokens=40, hidden=7168):
     say(json.dumps(found))
 
 
+def silent_low_latency(*, op, layout, tokens=40, hidden=1024):
+    """The last process does not come to `op` of the fourth pair."""
+    comm = communicator(timeout_s=3.0)
+    ranks = comm.num_ranks
+    over = jax_ep.LowLatencyBuffer(
+        comm, max_tokens=tokens, hidden=hidden, num_experts=3 * ranks
+    )
+    x, weights = low_latency_steps.inputs(ranks, tokens, hidden)
+
+    def body(x, weights):
+        return low_latency_steps.without_the_last(over, layout, op, x, weights)
+
+    args = put(comm, x.reshape(-1, hidden)), put(comm, weights.reshape(-1, 4))
+    program = compile_together(comm, body, *args)
+    if jax.process_index() == jax.process_count() - 1:
+        jax.block_until_ready(program(*args))
+    else:
+        assert fails(lambda: program(*args)) < 15
+    flush()
+    leave(together=True)
+
+
 def lifetime(steps=300):
     """Stops, work in flight at close(), and 20 communicators one after the other."""
     stopped_and_closed(steps)

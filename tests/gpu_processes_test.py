@@ -108,6 +108,26 @@ def test_low_latency(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("op", "layout"),
+    [("low_latency_dispatch", "rank"), ("low_latency_combine", "expert")],
+)
+def test_low_latency_process_that_never_calls(op, layout, tmp_path):
+    with job(
+        tmp_path,
+        "silent_low_latency",
+        options={"op": op, "layout": layout},
+        variables=SMALL,
+    ) as both:
+        log, _ = both.wait(60)
+    assert re.search(r"FAILED after \d+\.\d s: JaxRuntimeError", log), log
+    assert re.search(
+        rf"jax_ep {op} \(channel \d+\): rank 0 waited 3\.0 s for [a-z ]+ of rank 1: "
+        r"expected epoch 4, seen \d+",
+        log,
+    ), log
+
+
+@pytest.mark.parametrize(
     ("variables", "staging"),
     [(SMALL, []), (PLATFORM, []), (PLATFORM, ["--tiny-staging"])],
     ids=["direct", "staged", "tiny_staging"],

@@ -23,6 +23,7 @@ import time
 import harness
 import jax
 import jax.numpy as jnp
+import low_latency_memory
 import low_latency_steps
 import ml_dtypes
 import numpy as np
@@ -528,7 +529,11 @@ def missing_rank(args):
             "ids": ids.astype(np.int32),
         },
     )
-    program = jax.jit(mapped).lower(tree).compile()
+    return _failing(comm, jax.jit(mapped).lower(tree).compile(), tree)
+
+
+def _failing(comm, program, tree):
+    """Runs a program that traps: the error, and when it came."""
     start = time.monotonic()
     try:
         jax.block_until_ready(program(tree))
@@ -539,8 +544,45 @@ def missing_rank(args):
     _flush()
     print(CAUGHT, flush=True)
     if comm.backend == "cuda":
-        _synchronize(args.ranks)
+        _synchronize(comm.num_ranks)
     return {"raised": raised, "message": message, "seconds": seconds}
+
+
+def low_latency_missing_rank(args):
+    """All ranks but the last call args.op of the fourth pair, by args.layout."""
+    comm = communicator(args.backend, args.ranks, timeout_s=3.0)
+    over = jax_ep.LowLatencyBuffer(
+        comm, max_tokens=40, hidden=1024, num_experts=3 * args.ranks
+    )
+    x, weights = low_latency_steps.inputs(args.ranks, 33, 1024)
+
+    def body(tree):
+        return low_latency_steps.without_the_last(
+            over, args.layout, args.op, tree["x"], tree["weights"]
+        )
+
+    tree = put(comm, {"x": x, "weights": weights})
+    return _failing(comm, jax.jit(on_ranks(body, comm)).lower(tree).compile(), tree)
+
+
+def low_latency_under_way(args):
+    """A dispatch for which on rank 0 another seems to have begun and not to go on."""
+    comm = communicator("cuda", args.ranks, timeout_s=3.0)
+    over = low_latency_memory.Memory(
+        comm, max_tokens=40, hidden=1024, num_experts=3 * args.ranks
+    )
+    x, weights = low_latency_steps.inputs(args.ranks, 33, 1024)
+
+    def body(tree):
+        return low_latency_steps.chained(over.buffer, args.layout, 3, **tree)
+
+    tree = put(comm, {"x": x, "weights": weights})
+    program = jax.jit(on_ranks(body, comm)).lower(tree).compile()
+    wrong = _sum(program(tree))
+    kind = low_latency_memory.KINDS.index("dispatch")
+    at = kind * low_latency_memory.STATE + low_latency_memory.BUSY
+    over.write(0, np.ones(1, np.uint32), at)
+    return {"wrong before": wrong, **_failing(comm, program, tree)}
 
 
 def _flush():
@@ -649,6 +691,8 @@ PROGRAMS = {
     "beside_collectives": beside_collectives,
     "overlap": overlap,
     "missing_rank": missing_rank,
+    "low_latency_missing_rank": low_latency_missing_rank,
+    "low_latency_under_way": low_latency_under_way,
     "allocations": allocations,
     "every_dtype": every_dtype,
 }
@@ -660,6 +704,7 @@ def main():
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--op", default="dispatch")
+    parser.add_argument("--layout", default="expert")
     parser.add_argument("--replays", type=int, default=1000)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--brief", action="store_true")
@@ -667,7 +712,7 @@ def main():
     found = PROGRAMS[args.name](args)
     _flush()
     print(json.dumps(found), flush=True)
-    if args.name == "missing_rank":
+    if "raised" in found:
         # The context of a GPU is gone, and XLA cannot be shut down.
         os._exit(0)
 

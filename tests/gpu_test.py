@@ -284,21 +284,54 @@ def test_flight_whose_buffer_xla_copied_is_refused():
 def test_rank_that_never_calls(start, op):
     # One process at a time: a kernel that spins in one keeps the others waiting.
     child = start("missing_rank", "--op", op, "--ranks", RANKS, memory=0.01)
+    found = assert_traps(
+        child,
+        rf"jax_ep {op} \(channel \d+\): rank \d+ waited 2\.0 s for [a-z0-9 ]+ "
+        rf"of rank {RANKS - 1}: expected epoch \d+, seen \d+",
+    )
+    assert 1.0 < found["seconds"] < 15.0, found
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("op", ["low_latency_dispatch", "low_latency_combine"])
+def test_low_latency_rank_that_never_calls(start, op, layout):
+    """What the operation before the last left is not taken for what does not come."""
+    options = ("--op", op, "--layout", layout, "--ranks", RANKS)
+    child = start("low_latency_missing_rank", *options, memory=0.01)
+    found = assert_traps(
+        child,
+        rf"jax_ep {op} \(channel \d+\): rank \d+ waited 3\.0 s for [a-z ]+ "
+        rf"of rank {RANKS - 1}: expected epoch 4, seen \d+",
+    )
+    assert 2.0 < found["seconds"] < 15.0, found
+
+
+def test_low_latency_operations_side_by_side(start):
+    """As far as the second one can see: no kernel can be held where it stands."""
+    child = start("low_latency_under_way", "--ranks", RANKS, memory=0.01)
+    found = assert_traps(
+        child,
+        r"jax_ep low_latency_dispatch \(channel \d+\): rank 0 found another "
+        r"operation of this buffer under way; make one depend on the other, or use "
+        r"two buffers",
+    )
+    assert found["wrong before"] == 0
+    assert found["seconds"] < 15.0, found
+
+
+def assert_traps(child, pattern):
+    """A JaxRuntimeError, and before it the kernel's own words; what was found."""
     status, output = child.finish(timeout=60)
     assert status == 0, output
     found = last_json(output)
     assert found["raised"] == "JaxRuntimeError", output
-    assert 1.0 < found["seconds"] < 15.0, output
-    message = re.search(
-        rf"jax_ep {op} \(channel \d+\): rank \d+ waited 2\.0 s for [a-z0-9 ]+ "
-        rf"of rank {RANKS - 1}: expected epoch \d+, seen \d+",
-        output,
-    )
+    message = re.search(pattern, output)
     assert message, f"no message of the kernel:\n{output}"
     assert message.start() < output.index(gpu_program.CAUGHT), (
         f"the kernel's message came after the error, with a synchronisation that "
         f"users do not make:\n{output}"
     )
+    return found
 
 
 # Allocators

@@ -350,29 +350,88 @@ def test_vmap_is_one_call_after_the_other(backend):
         assert_who(who[:, i], right, "rank")
 
 
+# T, max_tokens and E of a model's size, H = 7168.
+#  - 40 of 41: the lanes of a warp that have ids to wait for stop in the middle of a
+#    line.
+#  - 3 of 8, and 37 of 64: a warp counts ids of several ranks at a time.
+MODEL_SIZES = [
+    pytest.param(1, 256, 256, None, False, id="1"),
+    pytest.param(128, 256, 256, None, False, id="128"),
+    pytest.param(256, 256, 256, None, False, id="256"),
+    pytest.param(40, 41, 6, None, False, id="40"),
+    *(
+        pytest.param(*sizes, quantize, True, id=f"{sizes[0]}_{quantize or 'bf16'}")
+        for sizes in ((3, 8, 16), (37, 64, 256))
+        for quantize in (None, "fp8")
+    ),
+]
+
+
 @pytest.mark.gpu(count=2)
 @on_each_layout
 @pytest.mark.parametrize(
-    ("tokens", "max_tokens", "experts"),
-    [
-        (1, 256, 256),
-        (128, 256, 256),
-        (256, 256, 256),
-        # The lanes of a warp that have ids to wait for stop in the middle of a line.
-        (40, 41, 6),
-    ],
+    ("tokens", "max_tokens", "experts", "quantize", "idle"), MODEL_SIZES
 )
-def test_pairs_of_a_models_size(layout, tokens, max_tokens, experts):
-    """https://github.com/deepseek-ai/DeepEP/issues/700: 400 pairs, every row."""
+def test_pairs_of_a_models_size(layout, tokens, max_tokens, experts, quantize, idle):
+    """https://github.com/deepseek-ai/DeepEP/issues/700: 400 pairs, every row.
+
+    With `idle` all ranks but one have no tokens in every other pair.
+    """
     ranks = harness.most_ranks()
     over = buffer("cuda", ranks, max_tokens, experts, 7168)
     x, weights = low_latency_steps.inputs(ranks, tokens, 7168)
 
     def body(comm, x, weights):
-        return low_latency_steps.chained(over, layout, 400, x, weights)
+        return low_latency_steps.chained(
+            over, layout, 400, x, weights, idle=idle, quantize=quantize
+        )
 
     wrong = harness.run(body, over.comm, x, weights)
     assert not wrong.any(), f"wrong rows by rank: {wrong.tolist()}"
+
+
+@on_each_layout
+@harness.on_each_backend
+@pytest.mark.parametrize("idle", [False, True], ids=["all_send", "one_is_idle"])
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "experts"),
+    [(3, 8, 16), (37, 64, 256 if harness.ON_GPU else 32)],
+    ids=["3", "37"],
+)
+def test_fp8_bit_for_bit(backend, tokens, max_tokens, experts, idle, layout):
+    """Of rows that FP8 holds without an error, at a model's width."""
+    ranks = harness.most_ranks() if backend == "cuda" else min(2, harness.most_ranks())
+    over = buffer(backend, ranks, max_tokens, experts, 7168)
+    ids = cases.uniform(ranks, tokens, 8, experts).astype(np.int32)
+    if idle:
+        ids[ranks - 1] = -1
+    right = low_latency_oracle.oracle(ids, experts, max_tokens)
+    bits = payloads.payload((ranks, tokens, 7168), np.uint8)
+    x, q, scales = low_latency_steps.in_fp8(bits)
+    # Of each received row, who sent it: compared there, because they are many.
+    number = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens)
+    sender = right.dispatch(number, layout, -1)
+    everybody = [
+        np.broadcast_to(
+            a.reshape(1, -1, a.shape[-1]), (ranks, number.size, a.shape[-1])
+        )
+        for a in (q.view(np.uint8), scales)
+    ]
+
+    def body(comm, ids, x, sender, everybody):
+        rows, who, _ = jax_ep.low_latency_dispatch(
+            x, ids, buffer=over, layout=layout, quantize="fp8"
+        )
+        rows = jax.lax.bitcast_convert_type(rows[0], jnp.uint8), rows[1]
+        wrong = [
+            (got != sent[sender]).any(-1) & (sender >= 0)
+            for got, sent in zip(rows, everybody, strict=True)
+        ]
+        return [w.sum(dtype=jnp.int32) for w in wrong], who
+
+    wrong, who = harness.run(body, over.comm, ids, x, sender, everybody)
+    assert not np.any(wrong), f"rows and scales that are wrong by rank: {wrong}"
+    assert_who(who, right, layout)
 
 
 # Sizes and errors ---------------------------------------------------------------
