@@ -157,10 +157,11 @@ struct Patience {
   int32_t peer;
   uint64_t start = 0;
 
-  __device__ void Look(const Window& window, uint32_t seen) {
+  // `tells`: this lane, of those that wait together, has the last word.
+  __device__ void Look(const Window& window, uint32_t seen, bool tells = true) {
     const uint64_t now = ptx::GlobalTimer();
     if (start == 0) start = now;
-    if (now - start > window.params.op.view.timeout_ns) {
+    if (now - start > window.params.op.view.timeout_ns && tells) {
       TimedOut(window, step, peer, seen);
     }
   }
@@ -170,6 +171,11 @@ struct Patience {
 static __device__ __forceinline__ bool HasCome(const Window& window,
                                                uint64_t seen) {
   return static_cast<uint32_t>(seen >> 32) == window.epoch;
+}
+
+// Whether the caller is the first lane of `lanes`.
+static __device__ __forceinline__ bool IsFirstOf(uint32_t lanes) {
+  return static_cast<int32_t>(threadIdx.x % kWarpSize) == __ffs(lanes) - 1;
 }
 
 // A word that is waited for.
@@ -200,8 +206,9 @@ __device__ __forceinline__ void WaitWords(const Window& window,
       patience.peer = awaited.peer;
       seen[j] = ptx::LoadRelaxedSys(awaited.word);
     }
-    if (__all_sync(kAllLanes, all)) return;
-    if (!all) patience.Look(window, found);
+    const uint32_t waiting = __ballot_sync(kAllLanes, !all);
+    if (waiting == 0) return;
+    patience.Look(window, found, IsFirstOf(waiting));
   }
 }
 
@@ -418,9 +425,13 @@ __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
                                           int32_t peer, Units& w, Units& u) {
   Patience patience = {"the rows", peer};
-  while (!__all_sync(kAllLanes, Arrived<Protocol>(w, left, window.epoch))) {
-    // What the eighth lane has seen instead of the epoch.
-    patience.Look(window, w[0].w);
+  while (true) {
+    const uint32_t waiting =
+        __ballot_sync(kAllLanes, !Arrived<Protocol>(w, left, window.epoch));
+    if (waiting == 0) break;
+    // What a lane that has an epoch has seen instead of it.
+    const uint32_t seen = w[0].w == window.epoch ? w[1].w : w[0].w;
+    patience.Look(window, seen, IsFirstOf(waiting));
     LookAt<Protocol>(chunk, left, w);
   }
   Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
