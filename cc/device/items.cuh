@@ -91,6 +91,24 @@ __device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
   return leaves;
 }
 
+// Sums the rows of leaf `i` through registers: for what bulk copies cannot
+// load.
+template <typename T, typename Wide>
+__device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
+                         int32_t i, const Workers& workers) {
+  const Leaf& leaf = params.leaves[i];
+  const int32_t parts = PartsPerRow(workers, params.num_tokens, leaf.row_bytes);
+  for (int64_t item = workers.index; item < params.num_tokens * parts;
+       item += workers.count) {
+    const int64_t token = item / parts;
+    const int2 route = RouteOf(params, token);
+    SumRow<T, Wide>(RowAt(params, inputs, i, route),
+                    __ballot_sync(kAllLanes, route.x >= 0),
+                    leaf.out + token * leaf.row_bytes, leaf.row_bytes,
+                    static_cast<int32_t>(item % parts), parts);
+  }
+}
+
 }  // namespace jax_ep
 
 #endif  // JAX_EP_CC_DEVICE_ITEMS_CUH_
