@@ -24,12 +24,11 @@
 
 #include <vector>
 
-#include "cc/device/bulk.cuh"
+#include "cc/device/few_combine.cuh"
 #include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
-#include "cc/device/unit_sum.cuh"
 #include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
@@ -42,17 +41,6 @@ constexpr int kFewWarps = kRowWarps + 1;
 constexpr int kFewThreads = kFewWarps * kWarpSize;
 // A barrier of the block: all rows have been read.
 constexpr int kAllRead = 1;
-// Rows of a token at most.
-constexpr int kFewRows = 8;
-// Shared memory of a warp.
-constexpr int kSliceBytes = kBulkSharedBytes / kRowWarps / 128 * 128;
-
-// Units of a lane in a piece, so that all rows of the piece fit a slice.
-constexpr int PieceUnits(int rows) {
-  const int room = kSliceBytes / (rows * kWarpSize * 16);
-  return room < kPieceUnits ? room : kPieceUnits;
-}
-static_assert(PieceUnits(2) == kPieceUnits && PieceUnits(kFewRows) >= 1);
 
 // Tells every peer where this rank's leaves are. Called by all threads of block
 // 0 before anything else. Release: pairs with the acquire in AwaitPeers.
@@ -145,136 +133,6 @@ __device__ __forceinline__ void AwaitBlocks(const Control& control) {
   __syncthreads();
 }
 
-// A part of all rows of a token. Lane j knows the row of route j.
-struct Piece {
-  int2 route;
-  uint32_t rows;  // bit j: there is a row of route j
-  int32_t token;
-  int32_t part;
-  bool in_units;  // bulk copies can load it, as far as this rank knows
-  int32_t first;  // byte of the row
-  int32_t bytes;
-
-  // Called by all lanes.
-  static __device__ __forceinline__ Piece Of(const FewParams& few,
-                                             const PieceAt& at) {
-    const PieceCut& cut = few.cuts[at.leaf];
-    Piece piece;
-    piece.token = cut.TokenOf(at.item);
-    piece.part = at.item - piece.token * cut.parts;
-    piece.route = RouteOf(few.rows, piece.token);
-    piece.rows = __ballot_sync(kAllLanes, piece.route.x >= 0);
-    piece.in_units =
-        bulk::kAvailable && few.rows.op.view.has_bulk && cut.row_units != 0;
-    const int32_t unit = piece.part * cut.share;
-    piece.first = unit * 16;
-    piece.bytes =
-        piece.in_units ? max(min(cut.share, cut.row_units - unit), 0) * 16 : 0;
-    return piece;
-  }
-};
-
-// A warp's shared memory, with the rows of a piece one after the other. They
-// come in two halves, this rank's row and the peers', either of which may be
-// none. All functions are called by all lanes.
-struct Slice {
-  std::byte* rows;
-  uint64_t* landed;  // mbarrier, of this warp alone: both halves are there
-  uint32_t parity;
-
-#if JAX_EP_HAS_BULK
-  __device__ __forceinline__ void Init() {
-    if (threadIdx.x % kWarpSize == 0) {
-      bulk::InitBarrier(landed, 2);
-      bulk::FenceBarrierInit();
-    }
-    __syncwarp();
-  }
-
-  // Asks for a half: the rows, at `row`, of the lanes that ask.
-  __device__ __forceinline__ void Load(const Piece& piece, bool asks,
-                                       uint64_t row) {
-    const int32_t lane = threadIdx.x % kWarpSize;
-    asks = asks && piece.bytes != 0;
-    const uint32_t asking = __ballot_sync(kAllLanes, asks);
-    if (lane == 0) {
-      bulk::ArriveExpecting(landed, piece.bytes * __popc(asking));
-    }
-    __syncwarp();
-    if (!asks) return;
-    const int32_t place = __popc(piece.rows & ((1u << lane) - 1));
-    bulk::Load(rows + place * piece.bytes,
-               reinterpret_cast<const std::byte*>(row) + piece.first,
-               piece.bytes, landed);
-  }
-
-  __device__ __forceinline__ void Await() {
-    bulk::WaitBarrier(landed, parity);
-    parity ^= 1;
-  }
-
-  // Between the peers' addresses and the first rows from them: those were
-  // written by ordinary stores and acquired as such.
-  __device__ __forceinline__ void FenceRows() { bulk::FenceProxyGlobal(); }
-
-  // Before a next piece takes the place of what was read here.
-  __device__ __forceinline__ void Free() {
-    bulk::FenceProxyShared();
-    __syncwarp();
-  }
-#else
-  __device__ void Init() {}
-  __device__ void Load(const Piece&, bool, uint64_t) {}
-  __device__ void Await() {}
-  __device__ void FenceRows() {}
-  __device__ void Free() {}
-#endif
-
-  // Stores the piece's sum to its place in the row at `out`.
-  template <typename T>
-  __device__ __forceinline__ void Sum(const Piece& piece,
-                                      std::byte* out) const {
-    const int32_t count = __popc(piece.rows);
-    const int32_t units = piece.bytes / 16;
-    const auto* from = reinterpret_cast<const uint4*>(rows);
-    auto* to = reinterpret_cast<uint4*>(out + piece.first);
-    int32_t at = threadIdx.x % kWarpSize;
-    if (count == 2) at = SumPairs<T>(from, at, units, to);
-#pragma unroll 1
-    for (; at < units; at += kWarpSize) {
-      auto sum = UnitSum<T>::Of(UnitSum<T>::Neutral(count != 0));
-#pragma unroll 4
-      for (int32_t s = 0; s < count; ++s) sum += from[at + s * units];
-      StoreUnit(to + at, sum.Rounded());
-    }
-  }
-
-  // Sums units of two rows as long as there are several to read before the
-  // first is stored. Returns the lane's next unit.
-  template <typename T>
-  static __device__ __forceinline__ int32_t SumPairs(const uint4* from,
-                                                     int32_t at, int32_t units,
-                                                     uint4* to) {
-    constexpr int kAtOnce = kPieceUnits / 2;
-#pragma unroll 1
-    for (; at + (kAtOnce - 1) * kWarpSize < units; at += kAtOnce * kWarpSize) {
-      uint4 first[kAtOnce], second[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        first[i] = from[at + i * kWarpSize];
-        second[i] = from[at + i * kWarpSize + units];
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        auto sum = UnitSum<T>::Of(first[i]);
-        sum += second[i];
-        StoreUnit(to + at + i * kWarpSize, sum.Rounded());
-      }
-    }
-    return at;
-  }
-};
-
 // Sums the leaves in `leaves`. Out of line: the kernel's registers are for what
 // is common.
 template <typename T>
@@ -306,9 +164,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   Slice slice = {slices + warp * kSliceBytes, &landed[warp], 0};
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
-  Piece piece = {};
+  PieceOfRows piece = {};
   const auto begin = [&] {
-    piece = Piece::Of(few, at);
+    piece = PieceOfRows::Of(few, at);
     const Leaf& leaf = params.leaves[at.leaf];
     slice.Load(
         piece, piece.route.x == rank,

@@ -69,6 +69,9 @@ __device__ __forceinline__ uint64_t RowAt(const RowParams& params,
                     : first + int64_t{route.y} * params.leaves[leaf].row_bytes;
 }
 
+// Shorter rows are not worth an engine's start.
+inline constexpr int64_t kMinBulkBytes = 256;
+
 // Bit i is set where bulk copies can move leaf i: sizes and addresses on all
 // ranks are multiples of 16 bytes, and this launch has the shared memory.
 __device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
@@ -84,8 +87,7 @@ __device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
         bits |=
             reinterpret_cast<uint64_t>(peers[i * params.op.view.num_ranks + r]);
       }
-      // Short rows are not worth an engine's start.
-      if (bits % 16 == 0 && leaf.row_bytes >= 256) leaves |= 1u << i;
+      if (bits % 16 == 0 && leaf.row_bytes >= kMinBulkBytes) leaves |= 1u << i;
     }
   }
   return leaves;
