@@ -192,27 +192,6 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
   }
 }
 
-#endif  // JAX_EP_HAS_BULK
-
-// Through registers, for what bulk copies cannot load.
-template <typename T, typename Wide>
-__device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
-                         int32_t i, const Workers& workers) {
-  const Leaf& leaf = params.leaves[i];
-  const int32_t parts = PartsPerRow(workers, params.num_tokens, leaf.row_bytes);
-  for (int64_t item = workers.index; item < params.num_tokens * parts;
-       item += workers.count) {
-    const int64_t token = item / parts;
-    const int2 route = RouteOf(params, token);
-    SumRow<T, Wide>(RowAt(params, inputs, i, route),
-                    __ballot_sync(kAllLanes, route.x >= 0),
-                    leaf.out + token * leaf.row_bytes, leaf.row_bytes,
-                    static_cast<int32_t>(item % parts), parts);
-  }
-}
-
-#if JAX_EP_HAS_BULK
-
 // Waits until all that the loading warp asked for is there.
 __device__ void AwaitStages(Stage* stages, const Turn& turn) {
   for (uint32_t s = 0; s < kStages; ++s) {

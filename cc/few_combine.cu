@@ -1,29 +1,34 @@
 // combine of few tokens: the results of CombineKernel (cc/combine.cu) sooner.
 //
-// Launch: FewBlocks() blocks of kRowThreads.
+// Launch: FewBlocks() blocks of kFewThreads; kBulkSharedBytes of dynamic shared
+//         memory where view.has_bulk.
 // Roles:  block 0 publishes the addresses of this rank's inputs. A warp has a
-//         piece of a token: it asks for this rank's row while the peers'
-//         addresses travel, for the peers' rows when it has them, and has all
-//         of them in flight at once. The block that is the last to get the
+//         piece of a token and a slice of shared memory, into which bulk copies
+//         bring all rows of the piece: this rank's is asked for while the
+//         peers' addresses travel, the peers' when they are there. What bulk
+//         copies cannot load goes through registers. One more warp of each
+//         block tells the peers that the block has read everything, while the
+//         others still add up and store. The block that is the last to get the
 //         addresses waits for the end: all others have begun by then, so it
 //         keeps no multiprocessor from them.
 // Reads:  params.routes, leaves[].in of this rank and of the peers; for staged
 //         rows num_recv and recv_src. Writes: leaves[].out of this rank, every
 //         row once.
 // Order:  publish (release; this rank's rows were written before it in stream
-//         order) -> the peers' AwaitPeers (acquire) -> their loads -> their
-//         TellRead (release) -> our AwaitBlocks (acquire): only then may the
-//         rows be overwritten. A block has read all that it will when its sums
-//         are done; it says so before it stores them.
+//         order) -> the peers' AwaitPeers (acquire) -> their loads -> a barrier
+//         of their block -> their TellRead (release) -> our AwaitBlocks
+//         (acquire): only then may the rows be overwritten. A proxy fence
+//         stands between AwaitPeers and the bulk loads of the peers' rows, and
+//         between the reads of a slice and the bulk loads that take its place.
 #include <cuda_runtime.h>
 
 #include <vector>
 
+#include "cc/device/few_combine.cuh"
 #include "cc/device/few_tokens.cuh"
 #include "cc/device/items.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/sync.cuh"
-#include "cc/device/unit_sum.cuh"
 #include "cc/launch.cuh"
 #include "cc/ops.h"
 #include "cc/staged_combine.cuh"
@@ -31,13 +36,11 @@
 namespace jax_ep {
 namespace {
 
-// Units that a lane has in flight, of all rows of a piece.
-constexpr int kUnitsInFlight = 2 * kPieceUnits;
-// Rows of a token at most: a kernel for two ranks, and one for more.
-constexpr int kFewRows = 2;
-constexpr int kMoreRows = 8;
-
-constexpr int PieceUnits(int rows) { return kUnitsInFlight / rows; }
+// The summing warps, and one that tells the peers when these have read.
+constexpr int kFewWarps = kRowWarps + 1;
+constexpr int kFewThreads = kFewWarps * kWarpSize;
+// A barrier of the block: all rows have been read.
+constexpr int kAllRead = 1;
 
 // Tells every peer where this rank's leaves are. Called by all threads of block
 // 0 before anything else. Release: pairs with the acquire in AwaitPeers.
@@ -47,7 +50,7 @@ __device__ __forceinline__ void PublishFull(const CombineParams& params,
   ptx::FenceSys();
   const int32_t words = 1 + 2 * params.num_leaves;
   for (int32_t peer = threadIdx.x / kWarpSize; peer < control.num_ranks();
-       peer += kRowWarps) {
+       peer += kFewWarps) {
     if (peer == control.rank()) continue;
     for (int32_t word = threadIdx.x % kWarpSize; word < words;
          word += kWarpSize) {
@@ -71,7 +74,7 @@ __device__ __forceinline__ bool AwaitPeers(const Control& control,
                                            std::byte** inputs) {
   const int32_t words = 1 + 2 * params.num_leaves;
   for (int32_t peer = threadIdx.x / kWarpSize; peer < control.num_ranks();
-       peer += kRowWarps) {
+       peer += kFewWarps) {
     const bool own = peer == control.rank();
     for (int32_t i = threadIdx.x % kWarpSize; own && i < params.num_leaves;
          i += kWarpSize) {
@@ -92,9 +95,10 @@ __device__ __forceinline__ bool AwaitPeers(const Control& control,
 // longer looks at their words. Called by a warp. Release: pairs with the
 // acquire in AwaitBlocks.
 __device__ __forceinline__ void TellRead(const Control& control) {
+  ptx::FenceSys();
   for (int32_t r = threadIdx.x % kWarpSize; r < control.num_ranks();
        r += kWarpSize) {
-    ptx::StoreReleaseSys(control.BlockDone(r, control.rank(), blockIdx.x),
+    ptx::StoreRelaxedSys(control.BlockDone(r, control.rank(), blockIdx.x),
                          control.Word(gridDim.x));
   }
 }
@@ -105,7 +109,7 @@ __device__ __forceinline__ void AwaitBlocks(const Control& control) {
   static_assert(ControlLayout::kDoneBlocks == kWarpSize);
   const int32_t lane = threadIdx.x % kWarpSize;
   for (int32_t r = threadIdx.x / kWarpSize; r < control.num_ranks();
-       r += kRowWarps) {
+       r += kFewWarps) {
     const uint64_t* word = control.BlockDone(control.rank(), r, lane);
     const uint64_t start = ptx::GlobalTimer();
     for (;;) {
@@ -129,173 +133,118 @@ __device__ __forceinline__ void AwaitBlocks(const Control& control) {
   __syncthreads();
 }
 
-// A piece of all rows of a token, in the registers of a warp: row s is that of
-// route s. Rows that are missing, and units past the end, hold what is neutral:
-// so all registers get a value here, and hold none from the piece before.
-template <typename T, int kRows>
-struct RowsPiece {
-  static constexpr int kUnits = PieceUnits(kRows);
-
-  uint4 units[kRows][kUnits];
-  int2 route;     // of lane j
-  uint32_t rows;  // bit s: there is a row s
-  uint32_t own;   // bit s: and it is this rank's
-
-  __device__ __forceinline__ void Load(int s, uint64_t row,
-                                       const UnitsOfLane& of) {
-    const auto* from = reinterpret_cast<const uint4*>(row) + of.first;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if (of.Has(i)) units[s][i] = LoadUnit(from + i * kWarpSize);
-    }
+// Sums the leaves in `leaves`. Out of line: the kernel's registers are for what
+// is common.
+template <typename T>
+__device__ __noinline__ void SumOthers(const CombineParams& params,
+                                       std::byte* const* inputs,
+                                       uint32_t leaves) {
+  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  for (int32_t i = 0; i < params.num_leaves; ++i) {
+    if (!(leaves >> i & 1)) continue;
+    SumPlain<T, float>(params, inputs, i, workers);
   }
+}
 
-  // Finds the rows and asks for this rank's.
-  __device__ __forceinline__ void Begin(const FewParams& few,
-                                        const PieceAt& at) {
-    rows = own = 0;
-    if (!at.Exists(few)) return;
-    const Leaf& leaf = few.rows.leaves[at.leaf];
-    const PieceCut& cut = few.cuts[at.leaf];
-    const int32_t token = cut.TokenOf(at.item);
-    route = RouteOf(few.rows, token);
-    rows = __ballot_sync(kAllLanes, route.x >= 0);
-    own = __ballot_sync(kAllLanes, route.x == few.rows.op.view.rank);
-    const uint4 neutral = UnitSum<T>::Neutral(rows != 0);
-#pragma unroll
-    for (int s = 0; s < kRows; ++s) {
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) units[s][i] = neutral;
-    }
-    const UnitsOfLane of(cut, at.item - token * cut.parts);
-    const int32_t slot =
-        __shfl_sync(kAllLanes, route.y, max(__ffs(own) - 1, 0));
-    const uint64_t row =
-        reinterpret_cast<uint64_t>(leaf.in) + slot * leaf.row_bytes;
-#pragma unroll
-    for (int s = 0; s < kRows; ++s) {
-      if (own >> s & 1) Load(s, row, of);
-    }
-  }
-
-  // Asks for the peers' rows, of which lane j knows the address of the j-th.
-  __device__ __forceinline__ void LoadPeers(uint64_t source,
-                                            const UnitsOfLane& of) {
-    const uint32_t peers = rows & ~own;
-#pragma unroll
-    for (int s = 0; s < kRows; ++s) {
-      const uint64_t row = AddressOf(source, s);
-      if (peers >> s & 1) Load(s, row, of);
-    }
-  }
-
-  // Leaves the sums, in the order of the rows, in units[0].
-  __device__ __forceinline__ void Sum() {
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      UnitSum<T> sum = UnitSum<T>::Of(units[0][i]);
-#pragma unroll
-      for (int s = 1; s < kRows; ++s) sum += units[s][i];
-      units[0][i] = sum.Rounded();
-    }
-  }
-
-  __device__ __forceinline__ void Store(std::byte* out, const UnitsOfLane& of) {
-    auto* to = reinterpret_cast<uint4*>(out) + of.first;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if (of.Has(i)) StoreUnit(to + i * kWarpSize, units[0][i]);
-    }
-  }
-};
-
-// T: the element of all leaves. kRows: rows of a token at most.
-template <typename T, int kRows>
-__global__ void __launch_bounds__(kRowThreads, 1)
+// T: the element of all leaves.
+template <typename T>
+__global__ void __launch_bounds__(kFewThreads, 1)
     FewCombineKernel(const __grid_constant__ FewParams few) {
+  extern __shared__ __align__(128) std::byte slices[];
   __shared__ std::byte* inputs[kMaxLeaves * kMaxRanks];
-  __shared__ uint32_t warps_read;
+  __shared__ uint64_t landed[kRowWarps];
   __shared__ bool closes;
+  __shared__ bool is_staged;
   const CombineParams& params = few.rows;
+  const int32_t rank = params.op.view.rank;
+  const int32_t warp = threadIdx.x / kWarpSize;
   const Control control(params.op, "combine");
   if (blockIdx.x == 0) PublishFull(params, control);
-  if (threadIdx.x == 0) warps_read = 0;
+  const bool sums = warp < kRowWarps;
+  Slice slice = {slices + warp * kSliceBytes, &landed[warp], 0};
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
-  RowsPiece<T, kRows> piece;
-  piece.Begin(few, at);
-  const bool staged = AwaitPeers(control, params, inputs);
-  // All threads of the block have read the epoch, so it has begun.
-  uint32_t begun = 0;
-  if (threadIdx.x == 0) {
-    begun = ptx::IncrementRelaxedGpu(
-        reinterpret_cast<uint32_t*>(control.Slot(control.rank()) +
-                                    control.layout.ticket),
-        gridDim.x - 1);
-  }
-  const uint32_t staged_leaves = staged ? LeavesOutOfReach(params, inputs) : 0;
-  // The block's last warp to have read tells the peers.
-  const auto warp_has_read = [&] {
-    __syncwarp();
-    uint32_t before = 0;
-    if (threadIdx.x % kWarpSize == 0) {
-      before = ptx::IncrementAcqRelCta(&warps_read, kRowWarps - 1);
-    }
-    if (__shfl_sync(kAllLanes, before, 0) == kRowWarps - 1) TellRead(control);
-  };
-  bool told = staged;
-  while (at.Exists(few)) {
+  PieceOfRows piece = {};
+  const auto begin = [&] {
+    piece = PieceOfRows::Of(few, at);
     const Leaf& leaf = params.leaves[at.leaf];
-    const PieceCut& cut = few.cuts[at.leaf];
-    const int32_t token = cut.TokenOf(at.item);
-    const int32_t part = at.item - token * cut.parts;
-    std::byte* out = leaf.out + token * leaf.row_bytes;
-    const uint64_t source = RowAt(params, inputs, at.leaf, piece.route);
-    const bool direct = !(staged_leaves >> at.leaf & 1);
-    if (direct && cut.row_units != 0 && OrOverWarp(source) % 16 == 0) {
-      const UnitsOfLane of(cut, part);
-      piece.LoadPeers(source, of);
-      piece.Sum();
+    slice.Load(
+        piece, piece.route.x == rank,
+        reinterpret_cast<uint64_t>(leaf.in) + piece.route.y * leaf.row_bytes);
+  };
+  if (sums) {
+    slice.Init();
+    if (at.Exists(few)) begin();
+  }
+  const bool staged = AwaitPeers(control, params, inputs);
+  if (sums) {
+    const uint32_t staged_leaves =
+        staged ? LeavesOutOfReach(params, inputs) : 0;
+    const uint32_t bulk_leaves = BulkLeaves(params, inputs) & ~staged_leaves;
+    const uint32_t other_leaves =
+        ((1u << params.num_leaves) - 1) & ~(bulk_leaves | staged_leaves);
+    const auto all_read = [] {
+      __syncwarp();
+      ptx::ArriveThreads(kAllRead, kFewThreads);
+    };
+    slice.FenceRows();
+    bool told = staged;
+    while (at.Exists(few)) {
+      const bool is_bulk = bulk_leaves >> at.leaf & 1;
+      const Leaf& leaf = params.leaves[at.leaf];
+      std::byte* out = leaf.out + piece.token * leaf.row_bytes;
+      slice.Load(piece, is_bulk && piece.route.x >= 0 && piece.route.x != rank,
+                 RowAt(params, inputs, at.leaf, piece.route));
+      slice.Await();
       at = at.Next(few, workers);
-      if (!told && !at.Exists(few)) {
-        warp_has_read();
+      if (!told && other_leaves == 0 && !at.Exists(few)) {
+        all_read();
         told = true;
       }
-      piece.Store(out, of);
-    } else {
-      if (direct) {
-        // What units of 16 bytes cannot load.
-        SumUnits<T, float, T, 2>(
-            source, piece.rows, out,
-            PartOf(leaf.row_bytes / static_cast<int64_t>(sizeof(T)), part,
-                   cut.parts));
-      }
-      at = at.Next(few, workers);
+      if (is_bulk) slice.Sum<T>(piece, out);
+      if (!at.Exists(few)) break;
+      slice.Free();
+      begin();
     }
-    piece.Begin(few, at);
+    if (other_leaves != 0) SumOthers<T>(params, inputs, other_leaves);
+    if (!told) all_read();
+  } else {
+    // All threads of the block have read the epoch, so it has begun.
+    if (threadIdx.x % kWarpSize == 0) {
+      auto* begun = reinterpret_cast<uint32_t*>(control.Slot(rank) +
+                                                control.layout.ticket);
+      closes = ptx::IncrementRelaxedGpu(begun, gridDim.x - 1) == gridDim.x - 1;
+      is_staged = staged;
+    }
+    __syncwarp();
+    if (!staged) {
+      ptx::SyncThreads(kAllRead, kFewThreads);
+      TellRead(control);
+    }
   }
-  if (!told) warp_has_read();
-  if (threadIdx.x == 0) closes = begun == gridDim.x - 1;
-  if (staged) MoveStaged(params, Control(control), inputs, staged_leaves);
   __syncthreads();
-  if (staged && threadIdx.x < kWarpSize) TellRead(control);
+  if (is_staged) {
+    MoveStaged(params, Control(control), inputs,
+               LeavesOutOfReach(params, inputs));
+    __syncthreads();
+    if (!sums) TellRead(control);
+  }
   if (!closes) return;
   AwaitBlocks(control);
-  if (staged) EndStaged(Control(control));
+  if (is_staged) EndStaged(Control(control));
   AdvanceEpoch(control);
 }
 
 using FewKernel = void (*)(FewParams);
 
-template <int kRows>
 FewKernel KernelOf(Element element) {
   switch (element) {
     case Element::kBf16:
-      return &FewCombineKernel<Bf16, kRows>;
+      return &FewCombineKernel<Bf16>;
     case Element::kF16:
-      return &FewCombineKernel<F16, kRows>;
+      return &FewCombineKernel<F16>;
     case Element::kF32:
-      return &FewCombineKernel<float, kRows>;
+      return &FewCombineKernel<float>;
     case Element::kF64:
     case Element::kNone:
       break;
@@ -311,17 +260,8 @@ FewKernel FewKernelFor(const CombineParams& params, FewParams& few) {
     if (params.leaves[i].element != element) return nullptr;
   }
   const int32_t rows = params.routes_per_token;
-  if (rows <= kFewRows) {
-    return CutFew(params, PieceUnits(kFewRows), few)
-               ? KernelOf<kFewRows>(element)
-               : nullptr;
-  }
-  if (rows <= kMoreRows) {
-    return CutFew(params, PieceUnits(kMoreRows), few)
-               ? KernelOf<kMoreRows>(element)
-               : nullptr;
-  }
-  return nullptr;
+  if (rows > kFewRows || !CutFew(params, PieceUnits(rows), few)) return nullptr;
+  return KernelOf(element);
 }
 
 }  // namespace
@@ -331,17 +271,16 @@ cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream,
   FewParams few;
   const FewKernel kernel = FewKernelFor(params, few);
   if (kernel == nullptr) return LaunchGeneralCombine(params, stream, begun);
-  return LaunchKernel(kernel, few, {FewBlocks(params.op.view), kRowThreads, 0},
+  const int32_t shared_bytes = params.op.view.has_bulk ? kBulkSharedBytes : 0;
+  return LaunchKernel(kernel, few,
+                      {FewBlocks(params.op.view), kFewThreads, shared_bytes},
                       stream, begun);
 }
 
 std::vector<const void*> FewCombineKernelAddresses() {
   std::vector<const void*> addresses;
   for (const Element element : {Element::kBf16, Element::kF16, Element::kF32}) {
-    addresses.push_back(
-        reinterpret_cast<const void*>(KernelOf<kFewRows>(element)));
-    addresses.push_back(
-        reinterpret_cast<const void*>(KernelOf<kMoreRows>(element)));
+    addresses.push_back(reinterpret_cast<const void*>(KernelOf(element)));
   }
   return addresses;
 }

@@ -258,7 +258,7 @@ const char* Architectures() { return JAX_EP_CUDA_ARCHITECTURES; }
 
 bool HasBulk(int ordinal) {
   // What the kernels use beside their dynamic shared memory.
-  constexpr int kStaticBytes = 16 << 10;
+  constexpr int kStaticBytes = 24 << 10;
   int major = 0, shared = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin,
@@ -288,8 +288,11 @@ std::string SelfTest(int ordinal) {
     if (!problem.empty()) break;
   }
   if (problem.empty() && HasBulk(ordinal)) {
-    for (const void* kernel : {DispatchKernelAddress(), CombineKernelAddress(),
-                               DispatchPermuteKernelAddress()}) {
+    std::vector<const void*> with_bulk = FewCombineKernelAddresses();
+    with_bulk.insert(with_bulk.end(),
+                     {DispatchKernelAddress(), CombineKernelAddress(),
+                      DispatchPermuteKernelAddress()});
+    for (const void* kernel : with_bulk) {
       status = cudaFuncSetAttribute(kernel,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     kBulkSharedBytes);

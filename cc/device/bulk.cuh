@@ -122,6 +122,11 @@ __device__ __forceinline__ void FenceProxy() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// The same for global memory alone: waits for none of them.
+__device__ __forceinline__ void FenceProxyGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // The same for shared memory alone: cheap enough for every piece.
 __device__ __forceinline__ void FenceProxyShared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

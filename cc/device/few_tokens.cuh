@@ -1,7 +1,7 @@
 // How dispatch and combine share their rows where tokens are few: rows are cut
-// into pieces small enough for the registers of a warp, so that each warp has
-// all of its bytes in flight at once, and what needs no peer is loaded before
-// the peers have answered. No divisions, no shared memory to fill.
+// into pieces small enough for a warp to hold, in registers or in its part of
+// shared memory, so that each warp has all of its bytes in flight at once, and
+// what needs no peer is loaded before the peers have answered. No divisions.
 #ifndef JAX_EP_CC_DEVICE_FEW_TOKENS_CUH_
 #define JAX_EP_CC_DEVICE_FEW_TOKENS_CUH_
 

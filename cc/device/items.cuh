@@ -69,6 +69,9 @@ __device__ __forceinline__ uint64_t RowAt(const RowParams& params,
                     : first + int64_t{route.y} * params.leaves[leaf].row_bytes;
 }
 
+// Shorter rows are not worth an engine's start.
+inline constexpr int64_t kMinBulkBytes = 256;
+
 // Bit i is set where bulk copies can move leaf i: sizes and addresses on all
 // ranks are multiples of 16 bytes, and this launch has the shared memory.
 __device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
@@ -84,11 +87,28 @@ __device__ __forceinline__ uint32_t BulkLeaves(const RowParams& params,
         bits |=
             reinterpret_cast<uint64_t>(peers[i * params.op.view.num_ranks + r]);
       }
-      // Short rows are not worth an engine's start.
-      if (bits % 16 == 0 && leaf.row_bytes >= 256) leaves |= 1u << i;
+      if (bits % 16 == 0 && leaf.row_bytes >= kMinBulkBytes) leaves |= 1u << i;
     }
   }
   return leaves;
+}
+
+// Sums the rows of leaf `i` through registers: for what bulk copies cannot
+// load.
+template <typename T, typename Wide>
+__device__ void SumPlain(const CombineParams& params, std::byte* const* inputs,
+                         int32_t i, const Workers& workers) {
+  const Leaf& leaf = params.leaves[i];
+  const int32_t parts = PartsPerRow(workers, params.num_tokens, leaf.row_bytes);
+  for (int64_t item = workers.index; item < params.num_tokens * parts;
+       item += workers.count) {
+    const int64_t token = item / parts;
+    const int2 route = RouteOf(params, token);
+    SumRow<T, Wide>(RowAt(params, inputs, i, route),
+                    __ballot_sync(kAllLanes, route.x >= 0),
+                    leaf.out + token * leaf.row_bytes, leaf.row_bytes,
+                    static_cast<int32_t>(item % parts), parts);
+  }
 }
 
 }  // namespace jax_ep
