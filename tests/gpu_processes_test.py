@@ -119,12 +119,10 @@ def test_low_latency_process_that_never_calls(op, layout, tmp_path):
         variables=SMALL,
     ) as both:
         log, _ = both.wait(60)
-    assert re.search(r"FAILED after \d+\.\d s: JaxRuntimeError", log), log
-    assert re.search(
-        rf"jax_ep {op} \(channel \d+\): rank 0 waited 3\.0 s for [a-z ]+ of rank 1: "
-        r"expected epoch 4, seen \d+",
-        log,
-    ), log
+    # What the kernel has printed (gpu_test.py looks at it) may be lost here: the driver
+    # fetches it when the host synchronises, and another call may see the failure first.
+    (seconds,) = re.findall(r"FAILED after (\d+\.\d) s: JaxRuntimeError", log)
+    assert 3 <= float(seconds) < 15
 
 
 @pytest.mark.parametrize(
