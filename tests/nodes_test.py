@@ -385,12 +385,12 @@ def test_processes_that_share_groups():
 
 def test_too_many_ranks_of_a_node():
     comm = types.SimpleNamespace(
-        axis_name="ep", node_size=72, num_nodes=2, num_ranks=144
+        axis_name="ep", node_size=97, num_nodes=2, num_ranks=194
     )
-    with pytest.raises(ValueError, match="a node must have at most 64 ranks, found 72"):
+    with pytest.raises(ValueError, match="a node must have at most 96 ranks, found 97"):
         jax_ep.Communicator._check_nodes(comm)
-    comm.node_size, comm.num_nodes = 1, 144
-    with pytest.raises(ValueError, match="at most 64 nodes, found 144 of 1 ranks"):
+    comm.node_size, comm.num_nodes = 1, 194
+    with pytest.raises(ValueError, match="at most 96 nodes, found 194 of 1 ranks"):
         jax_ep.Communicator._check_nodes(comm)
 
 
