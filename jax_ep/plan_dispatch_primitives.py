@@ -19,13 +19,12 @@ from jax.interpreters import ad, batching, mlir
 from jax_ep import native, primitives
 from jax_ep.communicator import Communicator
 from jax_ep.primitive_rules import (
+    bind_rows,
     define,
     each_element,
     folded,
-    launches,
     make_varying,
     varying,
-    without_travel,
     zero_tangent,
 )
 
@@ -52,23 +51,25 @@ def plan_dispatch(
         "capacity": capacity,
         "expert_alignment": expert_alignment,
     }
-    batches = launches(leaves)
-    if not batches:
-        arrays = primitives.plan(topk_idx, **params)
-        return arrays, [without_travel(leaf, capacity) for leaf in leaves]
     axes = varying(topk_idx) | {comm.axis_name}
     topk_idx = make_varying(topk_idx, axes)
     leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
-    rows = [without_travel(leaf, capacity) for leaf in leaves]
-    outputs = plan_dispatch_p.bind(topk_idx, *(leaves[i] for i in batches[0]), **params)
-    moved = list(outputs[_NUM_FIELDS:])
-    for batch in batches[1:]:
-        moved += primitives.dispatch_p.bind(
-            *_routing(outputs), *(leaves[i] for i in batch), **_sizes(topk_idx, params)
-        )
-    for i, row in zip((i for batch in batches for i in batch), moved, strict=True):
-        rows[i] = row
-    return dict(zip(_FIELDS, outputs[:_NUM_FIELDS], strict=True)), rows
+    fields: list[jax.Array] = []
+
+    def bind(batch):
+        # The first launch plans; those that follow it have a plan.
+        if fields:
+            return primitives.dispatch_p.bind(
+                *_routing(fields), *batch, **_sizes(topk_idx, params)
+            )
+        outputs = plan_dispatch_p.bind(topk_idx, *batch, **params)
+        fields.extend(outputs[:_NUM_FIELDS])
+        return outputs[_NUM_FIELDS:]
+
+    rows = bind_rows(leaves, capacity, bind)
+    if not fields:  # no leaf has anything to move
+        return primitives.plan(topk_idx, **params), rows
+    return dict(zip(_FIELDS, fields, strict=True)), rows
 
 
 def _routing(outputs: Sequence[Any]) -> list[Any]:
