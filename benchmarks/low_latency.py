@@ -24,7 +24,7 @@ import numpy as np
 from expert_rows import aligned_plan, fitting_places
 from inputs import Inputs
 from layer_tables import Tables
-from options import choose_platform, devices_of, positive
+from options import choose_platform, devices_of, positive, positives
 from options import parser as common_parser
 from report import FAILURES, machine
 from stopwatch import Stopwatch
@@ -301,7 +301,7 @@ def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="T = 1 and 128, fewer repetitions")
     parser.add_argument(
         "--tokens",
-        type=lambda text: [positive(n) for n in text.split(",")],
+        type=positives,
         metavar="T[,T...]",
         help=f"default: {','.join(map(str, _TOKENS))}",
     )

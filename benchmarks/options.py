@@ -17,6 +17,11 @@ def positive(text: str) -> int:
     return value
 
 
+def positives(text: str) -> list[int]:
+    """An option's value, "N[,N...]"."""
+    return [positive(n) for n in text.split(",")]
+
+
 def parser(description: str | None, quick: str) -> argparse.ArgumentParser:
     """The shared options; `quick` says what --quick does."""
     shared = argparse.ArgumentParser(
@@ -39,7 +44,7 @@ def add_num_sms(of: argparse.ArgumentParser) -> None:
     """--num-sms, for benchmarks that go through several numbers."""
     of.add_argument(
         "--num-sms",
-        type=lambda text: [positive(n) for n in text.split(",")],
+        type=positives,
         default=[24],
         metavar="N[,N...]",
         help="SMs that an operation of ours uses on a GPU (default: 24)",

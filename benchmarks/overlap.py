@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from inputs import Inputs, check_rows, check_sums
-from options import add_num_sms, choose_platform, devices_of, positive, with_options
+from options import add_num_sms, choose_platform, devices_of, positives, with_options
 from options import parser as common_parser
 from report import FAILURES, Report, machine
 from stopwatch import Stopwatch
@@ -295,7 +295,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--sizes",
-        type=lambda text: [positive(n) for n in text.split(",")],
+        type=positives,
         metavar="N[,N...]",
         help="of the products (default: 4096; 256 on a CPU)",
     )

@@ -73,7 +73,8 @@ class LowLatencyBuffer(Held):
         Args:
           comm: the communicator.
           max_tokens: >= 1, the largest T of a call.
-          hidden: H >= 1.
+          hidden: H >= 1. On GPUs rows are padded where it is no multiple of 16,
+            which takes copies in every call.
           num_experts: E >= 1; need not divide by R.
           dtype: bfloat16, float16 or float32.
 
