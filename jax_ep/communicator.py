@@ -6,13 +6,23 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from jax_ep import bootstrap, node_wire, peer_memory, reach, staging, topology
+from jax_ep import (
+    bootstrap,
+    fabric,
+    node_wire,
+    peer_memory,
+    reach,
+    staging,
+    topology,
+)
 from jax_ep.held import Held
+
+_Held = TypeVar("_Held")
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -86,7 +96,8 @@ class Communicator(Held):
             processes.
           node_size: ranks of a node, for tests on one host and to cut nodes
             smaller than they are. None: as set-up finds them: all ranks on
-            CPUs, the ranks of one host on GPUs. Backend "xla" has one node.
+            CPUs; on GPUs the ranks of one host, or of an NVLink domain over several
+            hosts where its memory can be shared. Backend "xla" has one node.
 
         Raises:
           TypeError, ValueError: a bad argument, or one that differs between
@@ -109,6 +120,8 @@ class Communicator(Held):
         self._memory_bytes = 0
         self._exported: frozenset[int] = frozenset()
         self._links: bootstrap.Links | None = None
+        # Whether this process's node is an NVLink domain over several hosts.
+        self._over_hosts = False
         # Where there are several nodes: this rank's node and its rail.
         self._node: topology.Part | None = None
         self._rail: topology.Part | None = None
@@ -228,10 +241,12 @@ class Communicator(Held):
                 self._find_nodes(topology.host_names(hosts))
             self._check_nodes()
             assert self._near is not None
-            problem = links.connect(self._near, hosts)
+            problem = None
+            if not self._over_hosts:
+                problem = links.connect(self._near, hosts)
             if self._near is not self._peers:
                 problem = self._peers.agree("connections of nodes", problem)
-            if problem is None:
+            if problem is None and not self._over_hosts:
                 stack.pop_all()
                 self._links = links
             return problem
@@ -239,13 +254,27 @@ class Communicator(Held):
     def _find_nodes(self, hosts: dict[int, str]) -> None:
         """Sets node_size, and who is near, from the processes' hosts."""
         assert self._peers is not None
-        if self._node_size is None:
-            self.node_size = topology.find_node_size(self._groups, hosts)
-        # What one host alone does stays in step: one circle of processes.
-        if len(set(hosts.values())) > 1:
-            self._near = self._processes(
-                topology.connected(self._node_groups(), self._peers.me)
+        if len(set(hosts.values())) == 1:
+            if self._node_size is None:
+                self.node_size = topology.find_node_size(self._groups, hosts)
+            return
+        mine = fabric.note(reach.local(self._groups))
+        nodes, problems = fabric.join(hosts, self._peers.gather("fabrics", mine))
+        if problems:
+            warnings.warn(
+                "jax_ep.Communicator: hosts of one NVLink domain do not count as one "
+                f"node: {'; '.join(problems)}",
+                stacklevel=6,
             )
+        if self._node_size is None:
+            self.node_size = topology.find_node_size(self._groups, nodes)
+        # What one node alone does stays in step: one circle of processes.
+        near = topology.connected(self._node_groups(), self._peers.me)
+        self._near = self._processes(near)
+        self._over_hosts = (
+            len({nodes[process] for process in near}) == 1
+            and len({hosts[process] for process in near}) > 1
+        )
 
     def _processes(self, members: tuple[int, ...]) -> bootstrap.Processes:
         """Some of the processes, in another conversation."""
@@ -330,28 +359,14 @@ class Communicator(Held):
             return stack.pop_all().close
 
     def _set_up_gpus(self, shared: dict[str, Any]) -> peer_memory.CudaMemory:
-        """Sets the nodes up; all of them can, or none is."""
-
-        def set_up() -> peer_memory.CudaMemory:
-            return peer_memory.set_up_cuda(
+        return together(
+            self._peers,
+            self._near,
+            lambda: peer_memory.set_up_cuda(
                 self.id, self._node_groups(), num_sms=self._num_sms, **shared
-            )
-
-        if self._near is self._peers:
-            return set_up()
-        assert self._peers is not None
-        gpus, problem = None, None
-        try:
-            gpus = set_up()
-        except peer_memory.CannotWork as error:
-            problem = str(error)
-        problem = self._peers.agree("GPUs of nodes", problem)
-        if problem is None:
-            assert gpus is not None
-            return gpus
-        if gpus is not None:
-            gpus.release()
-        raise peer_memory.CannotWork(problem)
+            ),
+            lambda gpus: gpus.release(),
+        )
 
     def _set_up_host_rails(self, shared: dict[str, Any]) -> staging.HostStaging:
         assert self._rail is not None
@@ -514,6 +529,34 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
+
+
+def together(
+    peers: bootstrap.Processes | None,
+    near: bootstrap.Processes | None,
+    set_up: Callable[[], _Held],
+    release: Callable[[_Held], Any],
+) -> _Held:
+    """What `set_up` gives, where nodes set themselves up: all can, or none is.
+
+    Raises:
+      CannotWork: `set_up` did, here or on another node.
+    """
+    if near is peers:
+        return set_up()
+    assert peers is not None
+    held, problem = None, None
+    try:
+        held = set_up()
+    except peer_memory.CannotWork as error:
+        problem = str(error)
+    problem = peers.agree("GPUs of nodes", problem)
+    if problem is None:
+        assert held is not None
+        return held
+    if held is not None:
+        release(held)
+    raise peer_memory.CannotWork(problem)
 
 
 def _host(links: bootstrap.Links) -> dict[str, Any]:

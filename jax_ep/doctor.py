@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, gpu_memory, native, reach
+from jax_ep import bootstrap, fabric, gpu_memory, native, reach
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -158,6 +158,24 @@ def check_gpus(report: Report) -> None:
         )
     if count > 1 and not missing:
         report.fact("peer access", "between all pairs, with atomic operations")
+
+
+def check_fabric(report: Report, devices: list[jax.Device]) -> None:
+    """Whether GPUs of other hosts can be of the same node."""
+    report.section("NVLink between hosts")
+    try:
+        found = fabric.note(devices)
+    except ImportError as error:
+        report.fact("cannot be asked about", error)
+        return
+    report.fact("domain", found["domain"] or "none: NVLink ends at this host")
+    if found["problem"]:
+        report.problem(
+            f"hosts of the domain do not count as one node: {found['problem']}",
+            "Memory is shared there by fabric handles: the IMEX service has to run on "
+            "all hosts, and each needs a channel that this user may open (NVIDIA's "
+            "IMEX guide: nvidia-caps-imex-channels). Rows cross by NCCL until then.",
+        )
 
 
 def check_arenas(report: Report, devices: list[jax.Device]) -> None:

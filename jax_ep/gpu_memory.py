@@ -6,6 +6,7 @@ Also says which of XLA's memory can be given to other processes.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,6 +33,29 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     if status.value != 0:
         raise RuntimeError(f"jax_ep: {function.__name__} failed: {status.name}")
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+class Kind(enum.Enum):
+    """How memory is given to other processes.
+
+    FILE: as an open file, inside a host.
+    FABRIC: as 64 bytes, inside an NVLink domain.
+    """
+
+    FILE = "POSIX_FILE_DESCRIPTOR"
+    FABRIC = "FABRIC"
+
+    def of(self, driver: Any) -> Any:
+        """The driver's word for it."""
+        return getattr(
+            driver.CUmemAllocationHandleType, f"CU_MEM_HANDLE_TYPE_{self.value}"
+        )
+
+
+def bus_id(driver: Any, ordinal: int) -> str:
+    """What tells a GPU from others of its host."""
+    name = call(driver.cuDeviceGetPCIBusId, 64, call(driver.cuDeviceGet, ordinal))
+    return name.split(b"\0")[0].decode()
 
 
 class Current:
@@ -75,18 +99,19 @@ class Holdings:
         return address
 
     def allocate_shared(
-        self, ordinal: int, size: int, accessors: Sequence[int]
-    ) -> tuple[int, int, int]:
+        self, ordinal: int, size: int, accessors: Sequence[int], kind: Kind
+    ) -> tuple[int, int, int | bytes]:
         """Zeroed memory of a GPU that other processes can map.
 
         Args:
           ordinal: of the GPU.
           size: at least so many bytes.
           accessors: ordinals of the GPUs here that use it.
+          kind: how it is to be shared.
 
         Returns:
-          Its address, its size, and an open file that stands for it, which is
-          the caller's to close.
+          Its address, its size, and what stands for it: an open file, which is
+          the caller's to close, or bytes.
         """
         driver = self._driver
         location = driver.CUmemLocation()
@@ -95,7 +120,7 @@ class Holdings:
         wanted = driver.CUmemAllocationProp()
         wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location = location
-        wanted.requestedHandleTypes = _file_descriptor(driver)
+        wanted.requestedHandleTypes = kind.of(driver)
         unit = int(
             call(
                 driver.cuMemGetAllocationGranularity,
@@ -110,19 +135,20 @@ class Holdings:
                 address = self._map(handle, size, accessors)
                 call(driver.cuMemsetD8, address, 0, size)
                 call(driver.cuCtxSynchronize)
-                return address, size, _export(driver, handle)
+                return address, size, _export(driver, handle, kind)
             finally:
-                # The mapping and the file keep the memory.
+                # The mapping keeps the memory, and so does a file.
                 call(driver.cuMemRelease, handle)
 
-    def import_shared(self, descriptor: int, size: int, accessors: Sequence[int]):
+    def import_shared(
+        self, shared: int | bytes, size: int, accessors: Sequence[int]
+    ) -> int:
         """Maps what another process exported; returns where."""
         driver = self._driver
         with Current(driver, self._contexts[accessors[0]]):
+            kind = Kind.FILE if isinstance(shared, int) else Kind.FABRIC
             handle = call(
-                driver.cuMemImportFromShareableHandle,
-                descriptor,
-                _file_descriptor(driver),
+                driver.cuMemImportFromShareableHandle, shared, kind.of(driver)
             )
             try:
                 return self._map(handle, size, accessors)
@@ -242,14 +268,14 @@ def _live_pointers(device: jax.Device) -> Iterator[int]:
                     yield shard.data.unsafe_buffer_pointer()
 
 
-def export_arena(driver: Any, address: int) -> int | None:
-    """An open file that stands for an arena, the caller's; None: cannot be."""
+def export_arena(driver: Any, address: int, kind: Kind) -> int | bytes | None:
+    """What stands for an arena, a file the caller's; None: cannot be."""
     try:
         handle = call(driver.cuMemRetainAllocationHandle, address)
     except RuntimeError:
         return None
     try:
-        return _export(driver, handle)
+        return _export(driver, handle, kind)
     except RuntimeError:
         return None
     finally:
@@ -257,18 +283,13 @@ def export_arena(driver: Any, address: int) -> int | None:
 
 
 def exportable(driver: Any, address: int) -> bool:
-    """Whether an arena can be given to other processes."""
-    descriptor = export_arena(driver, address)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
+    """Whether an arena can be given to other processes of the host."""
+    shared = export_arena(driver, address, Kind.FILE)
+    if isinstance(shared, int):
+        os.close(shared)
+    return shared is not None
 
 
-def _export(driver: Any, handle: Any) -> int:
-    return int(
-        call(driver.cuMemExportToShareableHandle, handle, _file_descriptor(driver), 0)
-    )
-
-
-def _file_descriptor(driver: Any) -> Any:
-    return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+def _export(driver: Any, handle: Any, kind: Kind) -> int | bytes:
+    shared = call(driver.cuMemExportToShareableHandle, handle, kind.of(driver), 0)
+    return int(shared) if kind is Kind.FILE else bytes(shared.data)

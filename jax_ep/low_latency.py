@@ -7,7 +7,9 @@ the operations made of it are faster; README says which to take when.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -16,9 +18,11 @@ import jax.numpy as jnp
 from jax_ep import (
     bootstrap,
     checks,
+    communicator,
     fp8,
     low_latency_primitives,
     native,
+    peer_memory,
     window_memory,
 )
 from jax_ep.communicator import Communicator
@@ -116,6 +120,8 @@ class LowLatencyBuffer(Held):
         self.num_local_experts = -(-self.num_experts // comm.num_ranks)
         self._check_numbers()
         self._peers: bootstrap.Processes | None = None
+        # Those of them that this process shares memory with.
+        self._near: bootstrap.Processes | None = None
         self._meet()
         self.size_bytes, self.id, release = 0, comm.id, lambda: None
         if comm.backend == "cuda":
@@ -199,6 +205,10 @@ class LowLatencyBuffer(Held):
         self._peers = bootstrap.Processes(
             comm.processes, jax.process_index(), comm.timeout_s
         )
+        self._near = self._peers
+        if comm._near is not comm._peers:
+            assert comm._near is not None
+            self._near = comm._processes(comm._near.members)
         mine = {
             "communicator": comm.id,
             "max_tokens": self.max_tokens,
@@ -231,29 +241,32 @@ class LowLatencyBuffer(Held):
                 f"max_tokens {max(most, 0)} fits; a smaller "
                 "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more"
             )
-        links = None
-        try:
-            if self._peers is not None:
-                links = bootstrap.Links()
+        self.id = comm._agree_on_id(self._peers, "windows")
+        return communicator.together(
+            self._peers, self._near, self._set_up_windows, lambda release: release()
+        )
+
+    def _set_up_windows(self) -> Callable[[], Any]:
+        comm = self.comm
+        with contextlib.ExitStack() as stack:
+            links = None
+            if self._near is not None and not comm._over_hosts:
+                links = stack.enter_context(contextlib.closing(bootstrap.Links()))
                 host = {**bootstrap.host_identity(), "address": links.address}
-                problem = links.connect(self._peers, self._peers.gather("hosts", host))
+                problem = links.connect(self._near, self._near.gather("hosts", host))
                 if problem is not None:
-                    raise RuntimeError(
+                    raise peer_memory.CannotWork(
                         f"jax_ep.LowLatencyBuffer: processes lost each other: {problem}"
                     )
-            self.id = comm._agree_on_id(self._peers, "windows")
             return window_memory.set_up_windows(
                 self.id,
                 comm._groups,
                 self.size_bytes,
                 num_sms=comm._num_sms,
                 timeout_s=comm.timeout_s,
-                processes=self._peers,
+                processes=self._near,
                 links=links,
             )
-        finally:
-            if links is not None:
-                links.close()
 
     def __repr__(self) -> str:
         return (

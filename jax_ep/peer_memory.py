@@ -49,6 +49,7 @@ class Piece:
 
     Attributes:
       proof: of control memory, in hexadecimal; empty for an arena.
+      fabric: its fabric handle, in hexadecimal; empty where it goes as a file.
     """
 
     group: int
@@ -56,11 +57,30 @@ class Piece:
     base: int
     size: int
     proof: str
+    fabric: str = ""
 
     @property
     def is_control(self) -> bool:
         """Control memory, not an arena."""
         return bool(self.proof)
+
+
+# Pieces of this process, each with an open file where it does not go by handle.
+Offers = dict[Piece, int | None]
+
+
+def _offer(mine: Offers, piece: Piece, shared: int | bytes) -> None:
+    if isinstance(shared, int):
+        mine[piece] = shared
+    else:
+        mine[dataclasses.replace(piece, fabric=shared.hex())] = None
+
+
+def close_files(mine: Offers) -> None:
+    """Closes what has been sent."""
+    for descriptor in mine.values():
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def set_up_cuda(
@@ -76,7 +96,8 @@ def set_up_cuda(
 ) -> CudaMemory:
     """Sets up the CUDA backend. Collective where there are `processes`.
 
-    For groups of which `why_not_cuda` and `why_not_between` said nothing.
+    For groups of which `why_not_cuda` and `why_not_between` said nothing. Without
+    `links` the processes share memory by fabric handles.
 
     Raises:
       ValueError: staging_bytes is too small.
@@ -108,6 +129,8 @@ class SetUp:
         self.staging_bytes: int = staging_bytes
         self.processes: bootstrap.Processes | None = processes
         self.links: bootstrap.Links | None = links
+        # Processes of several hosts have no sockets.
+        self.kind = gpu_memory.Kind.FILE if links else gpu_memory.Kind.FABRIC
         self.module = native.cuda()
         self.driver = gpu_memory.driver()
         self.contexts = {
@@ -139,7 +162,7 @@ class SetUp:
             self._place_ranks()
             return
         staging = self._choose_channels(num_channels)
-        mine: dict[Piece, int] = {}
+        mine: Offers = {}
         try:
             with Told() as told:
                 self._test_and_connect()
@@ -148,8 +171,7 @@ class SetUp:
             self._agree("GPU memory", told.problem)
             pieces, failed = self._exchange(mine)
         finally:
-            for descriptor in mine.values():
-                os.close(descriptor)
+            close_files(mine)
         lost = self._gather_pieces("lost GPU memory", failed)
         with told:
             self._keep(
@@ -229,8 +251,8 @@ class SetUp:
 
     # Between processes
 
-    def _share(self, staging: int, mine: dict[Piece, int]) -> None:
-        """Makes control memory and finds arenas; `mine` gets files by piece."""
+    def _share(self, staging: int, mine: Offers) -> None:
+        """Makes control memory and finds arenas, and puts both into `mine`."""
         for group, rank, device in self._ranks_here():
             if self._is_split(self.groups[group]):
                 self._share_control(group, rank, device, staging, mine)
@@ -239,11 +261,11 @@ class SetUp:
     def _share_control(self, group, rank, device, staging, mine) -> None:
         ordinal = device.local_hardware_id
         used = self._control_bytes() + staging
-        address, size, descriptor = self.holdings.allocate_shared(
-            ordinal, used + _PROOF_BYTES, self._ordinals(group)
+        address, size, shared = self.holdings.allocate_shared(
+            ordinal, used + _PROOF_BYTES, self._ordinals(group), self.kind
         )
         proof = secrets.token_bytes(_PROOF_BYTES)
-        mine[Piece(group, rank, address, size, proof.hex())] = descriptor
+        _offer(mine, Piece(group, rank, address, size, proof.hex()), shared)
         self.holdings.write(ordinal, address + used, np.frombuffer(proof, np.uint8))
         self.control[group, rank] = address
         self.memory_bytes += size
@@ -255,9 +277,9 @@ class SetUp:
             if count == self.module.max_regions:
                 break
             with gpu_memory.Current(self.driver, context):
-                descriptor = gpu_memory.export_arena(self.driver, base)
-            if descriptor is not None:
-                mine[Piece(group, rank, base, size, "")] = descriptor
+                shared = gpu_memory.export_arena(self.driver, base, self.kind)
+            if shared is not None:
+                _offer(mine, Piece(group, rank, base, size, ""), shared)
                 count += 1
 
     def _agree(self, what: str, problem: str | None) -> None:
@@ -275,17 +297,17 @@ class SetUp:
             for process, theirs in self.processes.gather(what, notes).items()
         }
 
-    def _exchange(self, mine: Mapping[Piece, int]):
+    def _exchange(self, mine: Offers):
         """Gives the others what is shared, and maps what they share.
 
         Returns:
           Everybody's pieces by process, and those that could not be mapped here.
         """
-        assert self.processes is not None and self.links is not None
+        assert self.processes is not None
         pieces = self._gather_pieces("pieces of GPU memory", mine)
         problems: list[str] = []
         failed: list[Piece] = []
-        for process in sorted(self.links.sockets):
+        for process in self.processes.others:
             try:
                 # One sends while the other receives: no socket's buffer fills.
                 if self.processes.me < process:
@@ -305,26 +327,23 @@ class SetUp:
         """Processes with ranks in the piece's group."""
         return {device.process_index for device in self.groups[piece.group]}
 
-    def _send(self, process: int, mine: Mapping[Piece, int]) -> None:
-        assert self.links is not None
+    def _send(self, process: int, mine: Offers) -> None:
         for piece, descriptor in mine.items():
-            if process in self._users(piece):
+            if descriptor is not None and process in self._users(piece):
+                assert self.links is not None
                 note = json.dumps(dataclasses.asdict(piece)).encode()
                 bootstrap.send_descriptor(self.links.sockets[process], descriptor, note)
 
     def _receive(self, process, pieces, problems, failed) -> None:
-        """Maps what one process sends. An arena may fail, control memory not."""
-        assert self.processes is not None and self.links is not None
+        """Maps what one process gives. An arena may fail, control memory not."""
+        assert self.processes is not None
         for piece in pieces:
             if self.processes.me not in self._users(piece):
                 continue
-            descriptor, note = bootstrap.receive_descriptor(self.links.sockets[process])
+            shared = self._take(process, piece)
             try:
-                if Piece(**json.loads(note)) != piece:
-                    reason = "it sent other memory than it had announced"
-                    raise OSError(reason)
                 self.imported[piece] = self.holdings.import_shared(
-                    descriptor, piece.size, self._ordinals(piece.group)
+                    shared, piece.size, self._ordinals(piece.group)
                 )
                 if piece.is_control:
                     self._check_proof(piece)
@@ -338,7 +357,20 @@ class SetUp:
                     f"{self.processes.name(process)}: {error}"
                 )
             finally:
-                os.close(descriptor)
+                if isinstance(shared, int):
+                    os.close(shared)
+
+    def _take(self, process: int, piece: Piece) -> int | bytes:
+        """What stands for a piece of another process; a file is the caller's."""
+        if piece.fabric:
+            return bytes.fromhex(piece.fabric)
+        assert self.links is not None
+        descriptor, note = bootstrap.receive_descriptor(self.links.sockets[process])
+        if Piece(**json.loads(note)) != piece:
+            os.close(descriptor)
+            reason = "it sent other memory than it had announced"
+            raise OSError(reason)
+        return descriptor
 
     def _check_proof(self, piece: Piece) -> None:
         """Every GPU here has to read what the maker's GPU wrote."""

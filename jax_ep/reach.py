@@ -43,7 +43,7 @@ def why_not_between(groups: Groups, processes: bootstrap.Processes) -> str | Non
     problem: str | None = None
     with Told() as told:
         for device in local(groups):
-            places[str(device.id)] = _bus_id(driver, device.local_hardware_id)
+            places[str(device.id)] = _place(driver, device.local_hardware_id)
     for theirs in processes.gather("GPUs", places).values():
         places.update(theirs)
     with told:
@@ -73,7 +73,7 @@ def _remote_pairs_out_of_reach(
     driver: Any, groups: Groups, places: Mapping[str, str]
 ) -> str | None:
     ordinals = {
-        _bus_id(driver, ordinal): ordinal
+        _place(driver, ordinal): ordinal
         for ordinal in range(call(driver.cuDeviceGetCount))
     }
     names: dict[tuple[int, int], tuple[int, int]] = {}
@@ -123,9 +123,10 @@ def pairs_out_of_reach(
             yield kind, missing
 
 
-def _bus_id(driver: Any, ordinal: int) -> str:
-    name = call(driver.cuDeviceGetPCIBusId, 64, call(driver.cuDeviceGet, ordinal))
-    return name.split(b"\0")[0].decode()
+def _place(driver: Any, ordinal: int) -> str:
+    """What tells a GPU from all others, also from those of other hosts."""
+    host = bootstrap.host_identity()
+    return f"{host['boot_id'] or host['host']} {gpu_memory.bus_id(driver, ordinal)}"
 
 
 def is_here(device: jax.Device) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 
 from jax_ep import bootstrap, gpu_memory, reach
 from jax_ep.gpu_memory import call
-from jax_ep.peer_memory import Piece, SetUp
+from jax_ep.peer_memory import Offers, SetUp, close_files
 from jax_ep.reach import Groups, Told
 
 
@@ -74,7 +73,7 @@ class _WindowSetUp(SetUp):
             self._allocate()
             self._place_ranks()
             return
-        mine: dict[Piece, int] = {}
+        mine: Offers = {}
         try:
             with Told() as told:
                 self._allocate()
@@ -82,8 +81,7 @@ class _WindowSetUp(SetUp):
             self._agree("GPU memory", told.problem)
             self._exchange(mine)
         finally:
-            for descriptor in mine.values():
-                os.close(descriptor)
+            close_files(mine)
         self._place_ranks()
 
     def _control_bytes(self) -> int:

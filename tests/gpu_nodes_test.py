@@ -1,8 +1,8 @@
 """Several nodes on the GPUs of one host: NCCL's sockets stand in for a network.
 
 What runs here is all of it but a network card. Crossed: four processes on two GPUs,
-node 0 on (GPU 0, GPU 1), node 1 on (GPU 1, GPU 0), so that each rail spans both GPUs,
-as NCCL wants it.
+node 0 on (GPU 0, GPU 1), node 1 on (GPU 1, GPU 0), so that each rail spans both GPUs.
+Where there is one GPU all share it, and take turns.
 """
 
 import json
@@ -14,21 +14,16 @@ import launch
 import pytest
 from processes import run_script
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-# As between hosts: neither peer memory nor shared memory.
-SOCKETS = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
+ONE, OTHER = launch.two_gpus()
+
 SMALL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
 GROWING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-APART = {"gpus": ("0", "1"), "variables": SMALL | SOCKETS}
-CROSSED = {"gpus": ("0", "1", "1", "0"), "variables": SMALL | SOCKETS}
+APART = {"gpus": (ONE, OTHER), "variables": SMALL | launch.SOCKETS}
+CROSSED = {"gpus": (ONE, OTHER, OTHER, ONE), "variables": SMALL | launch.SOCKETS}
 # Rows inside the nodes are staged, too: XLA's memory is not exported.
-CROSSED_STAGED = {"gpus": ("0", "1", "1", "0"), "variables": GROWING | SOCKETS}
+CROSSED_STAGED = CROSSED | {"variables": GROWING | launch.SOCKETS}
 FILES = ("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py")
 
 
@@ -43,13 +38,14 @@ def job(logs, name, *, gpus, variables, **options):
     )
 
 
+@pytest.mark.gpu(count=2)
 def test_two_nodes_of_one_process():
     """Every routing case, with both GPUs in one process."""
     done = run_script(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--platform=cuda"),
         *("--node-size=1", "-k", "oracles", *FILES),
         timeout=550,
-        **SOCKETS,
+        **launch.SOCKETS,
     )
     assert done.returncode == 0, done.stdout[-4000:]
 

@@ -23,7 +23,7 @@ from jax import lax
 from process_program import fails, leave, on_ranks, put, say, there_and_back
 
 import jax_ep
-from jax_ep import bootstrap
+from jax_ep import bootstrap, fabric
 
 TOKENS = 16
 
@@ -58,6 +58,17 @@ def compile_together(comm, body, *args):
     program = on_ranks(comm, body).lower(*args).compile()
     bootstrap.distributed_client().wait_at_barrier("compiled", 60_000)
     return program
+
+
+def place(hosts, domains):
+    """Makes set-up see each process on the host and in the NVLink domain named."""
+    me = jax.process_index()
+    bootstrap.host_identity = lambda: {
+        "boot_id": hosts[me],
+        "host": "here",
+        "uid": os.getuid(),
+    }
+    fabric.domain = lambda driver, ordinal: domains[me]
 
 
 # Programs ------------------------------------------------------------------------
@@ -396,6 +407,8 @@ def other_shapes():
 if __name__ == "__main__":
     name, *rest = launch.join()
     options = json.loads(rest[0]) if rest else {}
+    if where := options.pop("where", None):
+        place(*where)
     globals()[name](**options)
     say("END")
     flush()

@@ -1,6 +1,7 @@
 """Backend "cuda" with a process for each GPU: operations, paths, faults, lifetime.
 
-The processes are started by launch.py; this one only waits for them.
+The processes are started by launch.py; this one only waits for them. Where there is
+one GPU they share it, and take turns.
 """
 
 import json
@@ -13,9 +14,9 @@ import launch
 import pytest
 from training import train
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-GPUS = ("0", "1")
+GPUS = launch.two_gpus()
 OPERATIONS = (
     *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
     "tests/plan_dispatch_test.py",
@@ -147,6 +148,7 @@ def test_operations_between_processes(variables, staging, tmp_path):
     assert int(counts[0]) > 30
 
 
+@pytest.mark.gpu(count=2)
 def test_example_has_the_losses_of_one_process(tmp_path):
     """Same batches, same model, one group of two GPUs: 2 processes, and 1."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]

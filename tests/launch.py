@@ -26,6 +26,13 @@ _ALLOCATOR_VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
+# NCCL as between hosts: neither peer memory nor shared memory.
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 def join(argv: list[str] | None = None) -> list[str]:
@@ -44,6 +51,13 @@ def join(argv: list[str] | None = None) -> list[str]:
         address, int(processes), int(process), local_device_ids=gpus
     )
     return rest
+
+
+def two_gpus() -> tuple[str, str]:
+    """GPUs for two processes: one for each, or the only one for both."""
+    import jax
+
+    return "0", str(min(1, jax.device_count() - 1))
 
 
 def free_port() -> int:
@@ -90,19 +104,22 @@ class Job:
         environment = {**os.environ, "NPROC": pool, "PYTHONUNBUFFERED": "1"}
         paths = [str(HERE.parent), str(HERE), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        apart = False
         if gpus is not None:
             for name in _ALLOCATOR_VARIABLES:
                 environment.pop(name, None)
             environment |= variables or {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
+            # NCCL refuses two ranks on one GPU of one host.
+            apart = len(set(gpus)) < len(gpus)
         self.logs = [logs / f"log.{process}" for process in range(processes)]
         self.processes = []
         for process, log in enumerate(self.logs):
             where = ["cpu", str(devices)]
-            mine_alone = {}
+            mine_alone = {"NCCL_HOSTID": f"{process}"} if apart else {}
             if gpus is not None:
                 where = ["cuda", "" if hide else gpus[process]]
             if gpus is not None and hide:
-                mine_alone = {"CUDA_VISIBLE_DEVICES": gpus[process]}
+                mine_alone["CUDA_VISIBLE_DEVICES"] = gpus[process]
             place = [address, str(processes), str(process), *where]
             mine = own_arguments[process] if own_arguments else ()
             with log.open("wb") as file:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, node_wire, peer_memory, reach
+from jax_ep import bootstrap, fabric, node_wire, peer_memory, reach
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -184,7 +184,7 @@ class TwoHosts:
     GPUs and NCCL are left out; what is said between processes is not.
     """
 
-    def __init__(self, problems=()):
+    def __init__(self, problems=(), domain="", no_handles=""):
         self.half = jax.process_count() // 2
         self.problems = problems  # processes whose GPUs do not work
         self.released = []
@@ -195,6 +195,7 @@ class TwoHosts:
             "host": "cloned",
             "uid": os.getuid(),
         }
+        fabric.note = lambda devices: {"domain": domain, "problem": no_handles}
         reach.why_not_cuda = lambda groups: None
         reach.why_not_between = lambda groups, processes: processes.agree("asked", None)
         peer_memory.set_up_cuda = self.set_up_cuda
@@ -202,7 +203,8 @@ class TwoHosts:
 
     def set_up_cuda(self, identity, groups, *, processes, links, **_):
         self.nodes, self.near = groups, processes.members
-        assert set(links.sockets) == {p for p in self.near if p != processes.me}
+        # Processes of several hosts have none.
+        self.sockets = links and set(links.sockets) | {processes.me}
         problem = "broken" if processes.me in self.problems else None
         problem = processes.agree("memory", problem)
         if problem:
@@ -223,6 +225,7 @@ def two_hosts():
         assert (comm.num_nodes, comm.node_size) == (2, half), comm
         mine = range(me // half * half, me // half * half + half)
         assert hosts.near == tuple(mine), hosts.near
+        assert hosts.sockets == set(mine)
         assert hosts.all == tuple(range(count))
         ids = [[d.process_index for d in node] for node in hosts.nodes]
         assert ids == [list(range(half)), list(range(half, count))]
@@ -242,6 +245,21 @@ def two_hosts():
         assert (comm.num_nodes, comm.node_size) == (1, half)
         assert hosts.near == tuple(mine), hosts.near
     assert hosts.released == ["rail", "node", "node"]
+
+    # An NVLink domain over both is a node, and hosts in it where asked for.
+    hosts = TwoHosts(domain="x")
+    with communicator(backend="cuda") as comm:
+        assert (comm.num_nodes, comm.node_size) == (1, count), comm
+        assert (hosts.near, hosts.sockets) == (tuple(range(count)), None)
+    with communicator(backend="cuda", node_size=half) as comm:
+        assert (comm.num_nodes, comm.node_size) == (2, half), comm
+        assert (hosts.near, hosts.sockets) == (tuple(mine), set(mine))
+    hosts = TwoHosts(domain="x", no_handles="no channel")
+    with (
+        pytest.warns(UserWarning, match=f"one node: .*process {count - 1}: no channel"),
+        communicator(backend="cuda") as comm,
+    ):
+        assert (comm.num_nodes, comm.node_size) == (2, half), comm
 
     TwoHosts(problems=(count - 1,))
     with pytest.raises(RuntimeError, match=f"process {count - 1} .*: broken"):

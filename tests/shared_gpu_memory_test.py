@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import ctypes
-import enum
 import itertools
 import os
 import threading
@@ -16,22 +14,23 @@ import types
 import jax
 import numpy as np
 import pytest
+from fake_gpus import (
+    ARENA,
+    FABRIC,
+    FAILS,
+    OK,
+    UNIT,
+    Driver,
+    Gpu,
+    close_fabric,
+    fabric_files,
+)
 
 from jax_ep import bootstrap, gpu_memory, native, peer_memory, reach, window_memory
 
-CONTROL, STAGING, UNIT = 1000, 4096, 2048
-ARENA = 10 * UNIT
+CONTROL, STAGING = 1000, 4096
 _here = threading.local()
 _numbers = itertools.count(1000)
-
-
-class Gpu:
-    """What set-up asks of a jax.Device."""
-
-    platform = "gpu"
-
-    def __init__(self, number, process, ordinal):
-        self.id, self.process_index, self.local_hardware_id = number, process, ordinal
 
 
 class Store:
@@ -58,209 +57,6 @@ class Store:
     def key_value_delete(self, key):
         with self._changed:
             self._values.pop(key)
-
-
-class CUresult(enum.Enum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-    CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
-
-
-OK = CUresult.CUDA_SUCCESS
-FAILS = CUresult.CUDA_ERROR_INVALID_VALUE
-
-
-class Names:
-    """Any attribute is its own name."""
-
-    def __getattr__(self, name):
-        return name
-
-
-class Driver:
-    """One process's cuda.bindings.driver. Physical memory is a file.
-
-    Attributes:
-      visible: bus ids of the GPUs that the process sees, by ordinal.
-      unreachable: pairs of ordinals.
-      failing: (function, n): the n-th call fails, from 1 on.
-      spaces: (file, bytes, ordinals with access) by address; a file is None
-        where only addresses are reserved.
-      handles: files that cuMemCreate, -Import and -Retain gave and nobody
-        released.
-      private: addresses whose memory cannot be exported.
-      calls: names of functions in order.
-    """
-
-    CUresult = CUresult
-    CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = types.SimpleNamespace
-    CUmemLocationType = CUmemAllocationType = CUmemAllocationHandleType = Names()
-    CUmemAllocationGranularity_flags = CUmemAccess_flags = Names()
-    CUdevice_P2PAttribute = Names()
-
-    def __init__(self, visible, first_address):
-        self.visible = visible
-        self.unreachable = set()
-        self.failing = set()
-        self.spaces = {}
-        self.handles = []
-        self.private = set()
-        self.calls = []
-        self.current = []
-        self._next = first_address
-
-    def _status(self, name):
-        self.calls.append(name)
-        return FAILS if (name, self.calls.count(name)) in self.failing else OK
-
-    def _reserve(self, size):
-        address, self._next = self._next, self._next + size + UNIT
-        self.spaces[address] = [None, size, ()]
-        return address
-
-    def _at(self, address):
-        for base, (file, size, access) in self.spaces.items():
-            if base <= address < base + size:
-                return file, address - base, access
-        raise AssertionError(f"nothing at {address}")
-
-    def add_arena(self):
-        """XLA's memory, as it were."""
-        address = self._reserve(ARENA)
-        self.spaces[address][0] = os.memfd_create("arena")
-        os.ftruncate(self.spaces[address][0], ARENA)
-        return address
-
-    def cuInit(self, flags):
-        return (OK,)
-
-    def cuDeviceGetCount(self):
-        return OK, len(self.visible)
-
-    def cuDeviceGet(self, ordinal):
-        assert ordinal < len(self.visible)
-        return OK, ordinal
-
-    def cuDeviceGetPCIBusId(self, length, device):
-        return OK, self.visible[device].encode() + b"\0\0"
-
-    def cuDeviceGetP2PAttribute(self, attribute, a, b):
-        return OK, int((a, b) not in self.unreachable)
-
-    def cuDevicePrimaryCtxRetain(self, device):
-        return OK, device
-
-    def cuCtxPushCurrent(self, context):
-        self.current.append(context)
-        return (OK,)
-
-    def cuCtxPopCurrent(self):
-        return OK, self.current.pop()
-
-    def cuCtxSynchronize(self):
-        return (self._status("cuCtxSynchronize"),)
-
-    def cuCtxEnablePeerAccess(self, peer, flags):
-        return (self._status("cuCtxEnablePeerAccess"),)
-
-    def cuMemGetAllocationGranularity(self, wanted, option):
-        assert wanted.requestedHandleTypes.endswith("POSIX_FILE_DESCRIPTOR")
-        return OK, UNIT
-
-    def cuMemCreate(self, size, wanted, flags):
-        if (status := self._status("cuMemCreate")) is FAILS:
-            return status, None
-        assert size % UNIT == 0
-        handle = os.memfd_create("gpu")
-        os.ftruncate(handle, size)
-        os.pwrite(handle, b"\x7f" * size, 0)
-        self.handles.append(handle)
-        return OK, handle
-
-    def cuMemRetainAllocationHandle(self, address):
-        self.handles.append(os.dup(self.spaces[address][0]))
-        return OK, self.handles[-1]
-
-    def cuMemExportToShareableHandle(self, handle, kind, flags):
-        status = self._status("cuMemExportToShareableHandle")
-        for address in self.private:
-            if os.path.sameopenfile(handle, self.spaces[address][0]):
-                status = FAILS
-        return status, os.dup(handle) if status is OK else None
-
-    def cuMemImportFromShareableHandle(self, descriptor, kind):
-        if (status := self._status("cuMemImportFromShareableHandle")) is FAILS:
-            return status, None
-        self.handles.append(os.dup(descriptor))
-        return OK, self.handles[-1]
-
-    def cuMemRelease(self, handle):
-        self.handles.remove(handle)
-        os.close(handle)
-        return (self._status("cuMemRelease"),)
-
-    def cuMemAddressReserve(self, size, alignment, address, flags):
-        return self._status("cuMemAddressReserve"), self._reserve(size)
-
-    def cuMemMap(self, address, size, offset, handle, flags):
-        if (status := self._status("cuMemMap")) is OK:
-            space = self.spaces[address]
-            assert space[:2] == [None, size]
-            assert size <= os.fstat(handle).st_size
-            space[0] = os.dup(handle)
-        return (status,)
-
-    def cuMemSetAccess(self, address, size, access, count):
-        assert count == len(access)
-        if (status := self._status("cuMemSetAccess")) is OK:
-            self.spaces[address][2] = tuple(one.location.id for one in access)
-        return (status,)
-
-    def cuMemUnmap(self, address, size):
-        assert self.spaces[address][1] == size
-        os.close(self.spaces[address][0])
-        self.spaces[address][0] = None
-        return (self._status("cuMemUnmap"),)
-
-    def cuMemAddressFree(self, address, size):
-        assert self.spaces.pop(address)[:2] == [None, size]
-        return (self._status("cuMemAddressFree"),)
-
-    def cuMemAlloc(self, size):
-        if (status := self._status("cuMemAlloc")) is FAILS:
-            return status, None
-        address = self._reserve(size)
-        file = os.memfd_create("private")
-        os.ftruncate(file, size)
-        self.spaces[address] = [file, size, (self.current[-1],)]
-        return OK, address
-
-    def cuMemFree(self, address):
-        os.close(self.spaces.pop(address)[0])
-        return (self._status("cuMemFree"),)
-
-    def cuMemsetD8(self, address, value, size):
-        return (self._write(address, bytes([value]) * size),)
-
-    def cuMemcpyHtoD(self, address, data, size):
-        return (self._write(address, ctypes.string_at(data, size)),)
-
-    def cuMemcpyDtoH(self, data, address, size):
-        file, offset, access = self._at(address)
-        assert self.current[-1] in access
-        ctypes.memmove(data, os.pread(file, size, offset), size)
-        return (self._status("cuMemcpyDtoH"),)
-
-    def _write(self, address, data):
-        file, offset, access = self._at(address)
-        assert self.current[-1] in access
-        os.pwrite(file, data, offset)
-        return OK
-
-    def read(self, address, size):
-        file, offset, _ = self._at(address)
-        return os.pread(file, size, offset)
 
 
 class Module:
@@ -306,9 +102,12 @@ class Process:
 
 
 class Job:
-    """Processes of a mesh. `gpus` has, for each process, its GPUs' bus ids."""
+    """Processes of a mesh. `gpus` has, for each process, its GPUs' bus ids.
 
-    def __init__(self, *gpus, groups=None, see_all=True):
+    Each is on a host of its own with `over_hosts`.
+    """
+
+    def __init__(self, *gpus, groups=None, see_all=True, over_hosts=False):
         every = sorted({g for mine in gpus for g in mine})
         self.processes, devices = [], []
         for number, mine in enumerate(gpus):
@@ -320,6 +119,7 @@ class Job:
                 devices.append(Gpu(len(devices), number, ordinal))
                 process.arenas[ordinal] = [process.driver.add_arena()]
         self.groups = [[devices[i] for i in g] for g in groups] if groups else [devices]
+        self._over_hosts = over_hosts
         self._number = next(_numbers)
         self._store = Store()
 
@@ -347,6 +147,9 @@ class Job:
             members, process.number, timeout_s, client=self._store
         )
         peers.number = self._number
+        if self._over_hosts:
+            yield peers, None
+            return
         with contextlib.closing(bootstrap.Links()) as links:
             host = {**bootstrap.host_identity(), "address": links.address}
             assert links.connect(peers, peers.gather("hosts", host)) is None
@@ -409,6 +212,7 @@ def in_threads(monkeypatch):
 def no_file_stays_open(in_threads):
     before = os.listdir("/proc/self/fd")
     yield
+    close_fabric()
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
@@ -655,6 +459,63 @@ def test_windows_are_control_memory_alone():
             (theirs,) = other.module.created.places
             assert same_memory(job, me, place.control[peer], peer, theirs.control[peer])
         assert process.driver.read(place.control[me], size) == bytes(size)
+    close(job)
+
+
+def test_hosts_of_an_nvlink_domain():
+    """Control memory goes by fabric handles; XLA's cannot, so rows are staged."""
+    job = Job(["00:1", "00:2"], ["00:1", "00:2"], see_all=False, over_hosts=True)
+    held = job.run()
+    assert [one.exported for one in held] == [set(), set()]
+    for me, process in enumerate(job.processes):
+        made = process.module.created
+        assert made.staging_bytes == STAGING
+        for place in made.places:
+            assert place.same_process == [3, 12][me]
+            assert place.exported == []
+            assert job.table(me, place) == [[]] * 4
+            for peer in range(4):
+                other = job.processes[peer // 2].module.created.places[peer % 2]
+                assert same_memory(
+                    job, me, place.control[peer], peer // 2, other.control[peer]
+                )
+    assert len(fabric_files) == 4
+    close(job)
+
+
+def test_memory_of_xla_made_for_fabric_handles():
+    job = Job(["00:1"], ["00:1"], over_hosts=True)
+    for process in job.processes:
+        for file, _, _ in process.driver.spaces.values():
+            process.driver.kinds[os.fstat(file).st_ino] = FABRIC
+    held = job.run()
+    assert [one.exported for one in held] == [{0, 1}] * 2
+    (place,) = job.processes[0].module.created.places
+    ((begin, size, here),) = job.table(0, place)[1]
+    assert (begin, size) == (job.processes[1].arenas[0][0], ARENA)
+    assert same_memory(job, 0, here + 5, 1, begin + 5)
+    close(job)
+
+
+def test_windows_over_hosts():
+    job = Job(["00:1"], ["00:1"], over_hosts=True)
+    assert all(map(callable, job.run_windows(CONTROL)))
+    for me, process in enumerate(job.processes):
+        (place,) = process.module.created.places
+        for peer, other in enumerate(job.processes):
+            (theirs,) = other.module.created.places
+            assert same_memory(job, me, place.control[peer], peer, theirs.control[peer])
+    close(job)
+
+
+def test_a_fabric_handle_that_a_host_may_not_take():
+    job = Job(["00:1"], ["00:1"], over_hosts=True)
+    job.processes[1].driver.failing = {("cuMemImportFromShareableHandle", 1)}
+    for error in job.run():
+        assert str(error) == (
+            "process 1: cannot map the control memory of rank 0 of process 0: jax_ep: "
+            "cuMemImportFromShareableHandle failed: CUDA_ERROR_INVALID_VALUE"
+        )
     close(job)
 
 

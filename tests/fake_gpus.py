@@ -1,0 +1,248 @@
+"""GPUs made of Python: what set-up asks of JAX's devices and of the CUDA driver.
+
+Memory is files, so what processes share can be told by its inode.
+"""
+
+import ctypes
+import enum
+import os
+import types
+
+UNIT = 2048
+ARENA = 10 * UNIT
+
+
+class Gpu:
+    """What set-up asks of a jax.Device."""
+
+    platform = "gpu"
+
+    def __init__(self, number, process, ordinal):
+        self.id, self.process_index, self.local_hardware_id = number, process, ordinal
+
+
+class CUresult(enum.Enum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+OK = CUresult.CUDA_SUCCESS
+FAILS = CUresult.CUDA_ERROR_INVALID_VALUE
+
+
+FILE = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
+FABRIC = "CU_MEM_HANDLE_TYPE_FABRIC"
+# Files that fabric handles stand for, on all hosts.
+fabric_files = {}
+
+
+class Names:
+    """Any attribute is its own name."""
+
+    def __getattr__(self, name):
+        return name
+
+
+class Driver:
+    """One process's cuda.bindings.driver. Physical memory is a file.
+
+    Attributes:
+      visible: bus ids of the GPUs that the process sees, by ordinal.
+      unreachable: pairs of ordinals.
+      failing: (function, n): the n-th call fails, from 1 on.
+      spaces: (file, bytes, ordinals with access) by address; a file is None
+        where only addresses are reserved.
+      handles: files that cuMemCreate, -Import and -Retain gave and nobody
+        released.
+      private: addresses whose memory cannot be exported.
+      kinds: what cuMemCreate's files may be exported as, by inode.
+      calls: names of functions in order.
+    """
+
+    CUresult = CUresult
+    CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = types.SimpleNamespace
+    CUmemLocationType = CUmemAllocationType = CUmemAllocationHandleType = Names()
+    CUmemAllocationGranularity_flags = CUmemAccess_flags = Names()
+    CUdevice_P2PAttribute = Names()
+
+    def __init__(self, visible, first_address):
+        self.visible = visible
+        self.unreachable = set()
+        self.failing = set()
+        self.spaces = {}
+        self.handles = []
+        self.private = set()
+        self.kinds = {}
+        self.calls = []
+        self.current = []
+        self._next = first_address
+
+    def _status(self, name):
+        self.calls.append(name)
+        return FAILS if (name, self.calls.count(name)) in self.failing else OK
+
+    def _reserve(self, size):
+        address, self._next = self._next, self._next + size + UNIT
+        self.spaces[address] = [None, size, ()]
+        return address
+
+    def _at(self, address):
+        for base, (file, size, access) in self.spaces.items():
+            if base <= address < base + size:
+                return file, address - base, access
+        raise AssertionError(f"nothing at {address}")
+
+    def add_arena(self):
+        """XLA's memory, as it were."""
+        address = self._reserve(ARENA)
+        self.spaces[address][0] = os.memfd_create("arena")
+        os.ftruncate(self.spaces[address][0], ARENA)
+        return address
+
+    def cuInit(self, flags):
+        return (OK,)
+
+    def cuDeviceGetCount(self):
+        return OK, len(self.visible)
+
+    def cuDeviceGet(self, ordinal):
+        assert ordinal < len(self.visible)
+        return OK, ordinal
+
+    def cuDeviceGetPCIBusId(self, length, device):
+        return OK, self.visible[device].encode() + b"\0\0"
+
+    def cuDeviceGetP2PAttribute(self, attribute, a, b):
+        return OK, int((a, b) not in self.unreachable)
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return OK, device
+
+    def cuCtxPushCurrent(self, context):
+        self.current.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self):
+        return OK, self.current.pop()
+
+    def cuCtxSynchronize(self):
+        return (self._status("cuCtxSynchronize"),)
+
+    def cuCtxEnablePeerAccess(self, peer, flags):
+        return (self._status("cuCtxEnablePeerAccess"),)
+
+    def cuMemGetAllocationGranularity(self, wanted, option):
+        return OK, UNIT
+
+    def cuMemCreate(self, size, wanted, flags):
+        if (status := self._status("cuMemCreate")) is FAILS:
+            return status, None
+        assert size % UNIT == 0
+        handle = os.memfd_create("gpu")
+        os.ftruncate(handle, size)
+        os.pwrite(handle, b"\x7f" * size, 0)
+        self.handles.append(handle)
+        self.kinds[os.fstat(handle).st_ino] = wanted.requestedHandleTypes
+        return OK, handle
+
+    def cuMemRetainAllocationHandle(self, address):
+        self.handles.append(os.dup(self.spaces[address][0]))
+        return OK, self.handles[-1]
+
+    def cuMemExportToShareableHandle(self, handle, kind, flags):
+        status = self._status("cuMemExportToShareableHandle")
+        for address in self.private:
+            if os.path.sameopenfile(handle, self.spaces[address][0]):
+                status = FAILS
+        # XLA asks for memory that can be exported as files.
+        made_for = self.kinds.get(os.fstat(handle).st_ino, FILE)
+        if status is FAILS or kind != made_for:
+            return FAILS, None
+        if kind == FILE:
+            return OK, os.dup(handle)
+        name = os.urandom(64)
+        fabric_files[name] = os.dup(handle)
+        return OK, types.SimpleNamespace(data=name)
+
+    def cuMemImportFromShareableHandle(self, shared, kind):
+        if (status := self._status("cuMemImportFromShareableHandle")) is FAILS:
+            return status, None
+        assert kind == (FILE if isinstance(shared, int) else FABRIC)
+        file = shared if kind == FILE else fabric_files[shared]
+        self.handles.append(os.dup(file))
+        return OK, self.handles[-1]
+
+    def cuMemRelease(self, handle):
+        self.handles.remove(handle)
+        os.close(handle)
+        return (self._status("cuMemRelease"),)
+
+    def cuMemAddressReserve(self, size, alignment, address, flags):
+        return self._status("cuMemAddressReserve"), self._reserve(size)
+
+    def cuMemMap(self, address, size, offset, handle, flags):
+        if (status := self._status("cuMemMap")) is OK:
+            space = self.spaces[address]
+            assert space[:2] == [None, size]
+            assert size <= os.fstat(handle).st_size
+            space[0] = os.dup(handle)
+        return (status,)
+
+    def cuMemSetAccess(self, address, size, access, count):
+        assert count == len(access)
+        if (status := self._status("cuMemSetAccess")) is OK:
+            self.spaces[address][2] = tuple(one.location.id for one in access)
+        return (status,)
+
+    def cuMemUnmap(self, address, size):
+        assert self.spaces[address][1] == size
+        os.close(self.spaces[address][0])
+        self.spaces[address][0] = None
+        return (self._status("cuMemUnmap"),)
+
+    def cuMemAddressFree(self, address, size):
+        assert self.spaces.pop(address)[:2] == [None, size]
+        return (self._status("cuMemAddressFree"),)
+
+    def cuMemAlloc(self, size):
+        if (status := self._status("cuMemAlloc")) is FAILS:
+            return status, None
+        address = self._reserve(size)
+        file = os.memfd_create("private")
+        os.ftruncate(file, size)
+        self.spaces[address] = [file, size, (self.current[-1],)]
+        return OK, address
+
+    def cuMemFree(self, address):
+        os.close(self.spaces.pop(address)[0])
+        return (self._status("cuMemFree"),)
+
+    def cuMemsetD8(self, address, value, size):
+        return (self._write(address, bytes([value]) * size),)
+
+    def cuMemcpyHtoD(self, address, data, size):
+        return (self._write(address, ctypes.string_at(data, size)),)
+
+    def cuMemcpyDtoH(self, data, address, size):
+        file, offset, access = self._at(address)
+        assert self.current[-1] in access
+        ctypes.memmove(data, os.pread(file, size, offset), size)
+        return (self._status("cuMemcpyDtoH"),)
+
+    def _write(self, address, data):
+        file, offset, access = self._at(address)
+        assert self.current[-1] in access
+        os.pwrite(file, data, offset)
+        return OK
+
+    def read(self, address, size):
+        file, offset, _ = self._at(address)
+        return os.pread(file, size, offset)
+
+
+def close_fabric():
+    """The end of what fabric handles stand for."""
+    while fabric_files:
+        os.close(fabric_files.popitem()[1])
