@@ -57,10 +57,11 @@ def domain(driver: Any, ordinal: int) -> str:
     except ImportError:
         if why_not(driver, ordinal):
             return ""  # nothing to share by
-        raise RuntimeError(
+        reason = (
             "whether GPUs of other hosts are in its NVLink domain can be asked of "
             "cuda-bindings from 12.9.6 or 13.2 on"
-        ) from None
+        )
+        raise RuntimeError(reason) from None
     with _nvml(nvml):
         bus = gpu_memory.bus_id(driver, ordinal)
         found = nvml.device_get_gpu_fabric_info_v(
