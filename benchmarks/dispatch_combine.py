@@ -157,7 +157,9 @@ class Benchmark(Session):
         rates = self.limits_of(base)
         self.report.say(
             "\nfloor = max(latency floor, bytes / ceiling); the latency floor is "
-            f"{rates.latency_us:.1f} us. '!' marks a point below 0.6 of its floor."
+            f"{rates.latency_us:.1f} us, and below {limits.LEAST_BYTES >> 20} MiB over "
+            "the wire the ceiling is a copy of the very bytes. '!' marks a point below "
+            "0.6 of its floor."
         )
         self.report.head(SWEEP_COLUMNS)
         backend, num_sms = next(self._backends())
@@ -187,7 +189,13 @@ class Benchmark(Session):
     ) -> Callable[[Operation], float]:
         """What each operation could take at a point of the sweep."""
         if self.on_gpu:
-            return lambda op: rates.floor_us(point, op.moves, num_sms)
+            few: dict[str, float] = {}
+            if rates.copy_us and 0 < point.wire_bytes < limits.LEAST_BYTES:
+                few = limits.measure_few(self.devices, point, num_sms or 0)
+            return lambda op: max(
+                rates.floor_us(point, op.moves, num_sms),
+                sum(few.get(moved, 0.0) for moved in op.moves),
+            )
         # memcpy has no one rate: caches decide.
         own = limits.measure_cpu(self.report, self.mesh, point, True, loud=False)
         return lambda op: max(

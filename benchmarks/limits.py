@@ -132,6 +132,26 @@ def measure_gpu(
     return limits
 
 
+def measure_few(
+    devices: Sequence[jax.Device], point: Workload, num_sms: int
+) -> dict[str, float]:
+    """Plain copies of a workload's own bytes, us by what is moved.
+
+    For few bytes, which no copy moves at the rate of many. Empty where the ceilings
+    cannot be measured.
+    """
+    per_peer = point.wire_bytes // (point.num_ranks - 1)
+    moved = {copies.STORE: "dispatch", copies.SUM: "combine"}
+    try:
+        with copies.CopyBench(devices, per_peer, point.local_bytes) as bench:
+            return {
+                name: bench.run(kind, num_sms, launches=20, reps=5).median
+                for kind, name in moved.items()
+            }
+    except copies.CeilingError:
+        return {}
+
+
 def _measure_local(
     report: Report,
     device: jax.Device,

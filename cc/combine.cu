@@ -37,10 +37,12 @@ constexpr int kCombineThreads = kRowThreads + kWarpSize;
 
 #if JAX_EP_HAS_BULK
 
-// Stages of a block's ring. A stage takes the same columns of all rows that one
-// token's sum has.
-constexpr int kStages = 6;
-constexpr int kStageBytes = kBulkSharedBytes / kStages / 128 * 128;
+// Stages of a block's ring at least, and at most where rows are short: a row
+// that is asked for takes its time to come, however short it is. A stage takes
+// the same columns of all rows that one token's sum has.
+constexpr int kLeastStages = 6;
+constexpr int kMostStages = 24;
+constexpr int kMostStageBytes = kBulkSharedBytes / kLeastStages / 128 * 128;
 
 struct Stage {
   uint64_t loaded;   // mbarrier: the rows are there
@@ -59,81 +61,132 @@ struct Columns {
   __device__ Columns(const CombineParams& params, const Leaf& leaf)
       : row_bytes(leaf.row_bytes) {
     // As even as 16-byte units allow, all possible rows in one stage.
-    const int32_t most = kStageBytes / params.routes_per_token / 16 * 16;
+    const int32_t most = kMostStageBytes / params.routes_per_token / 16 * 16;
     count = static_cast<int32_t>((row_bytes + most - 1) / most);
     bytes =
         static_cast<int32_t>((row_bytes + count * 16 - 1) / (count * 16) * 16);
   }
 };
 
+// How a launch cuts its shared memory into stages.
+struct Ring {
+  uint32_t stages;
+  int32_t stage_bytes;
+
+  __device__ Ring(const CombineParams& params, uint32_t bulk_leaves)
+      : stage_bytes(128) {
+    for (int32_t i = 0; i < params.num_leaves; ++i) {
+      if (!(bulk_leaves >> i & 1)) continue;
+      const int32_t bytes =
+          params.routes_per_token * Columns(params, params.leaves[i]).bytes;
+      stage_bytes = max(stage_bytes, (bytes + 127) / 128 * 128);
+    }
+    stages = min(kBulkSharedBytes / stage_bytes, kMostStages);
+  }
+};
+
 // The ring as one side sees it: which stage is next and in which round.
 struct Turn {
+  uint32_t stages;  // of the ring
   uint32_t stage = 0;
   uint32_t parity = 0;
   uint32_t number = 0;  // of stages so far
 
-  __device__ void Next() {
-    ++number;
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
+  // The turn `count` stages later, at most a round.
+  __device__ Turn After(uint32_t count) const {
+    Turn after = *this;
+    after.number += count;
+    after.stage += count;
+    if (after.stage >= stages) {
+      after.stage -= stages;
+      after.parity ^= 1;
     }
+    return after;
   }
 };
 
-// The loading warp: lane j loads the row of route j.
-__device__ void LoadStages(const CombineParams& params,
-                           std::byte* const* inputs, int32_t i, Stage* stages,
-                           std::byte* bytes, Turn& turn) {
-  const Columns columns(params, params.leaves[i]);
-  const int32_t lane = threadIdx.x % kWarpSize;
-  const auto ask = [&](int64_t first, int2(&routes)[kRoutesAhead]) {
-#pragma unroll
-    for (int j = 0; j < kRoutesAhead; ++j) {
-      const int64_t token = first + j * gridDim.x;
-      routes[j] =
-          token < params.num_tokens ? RouteOf(params, token) : int2{-1, -1};
-    }
-  };
-  const auto load = [&](int64_t token, int2 route) {
-    const uint32_t rows = __ballot_sync(kAllLanes, route.x >= 0);
-    const auto* from =
-        reinterpret_cast<const std::byte*>(RowAt(params, inputs, i, route));
-    const int32_t place = __popc(rows & ((1u << lane) - 1));
-    for (int32_t c = 0; c < columns.count; ++c, turn.Next()) {
-      Stage& stage = stages[turn.stage];
-      const int64_t begin = int64_t{c} * columns.bytes;
-      const int32_t size = static_cast<int32_t>(
-          min(int64_t{columns.bytes}, columns.row_bytes - begin));
-      if (lane == 0) {
-        // The first round finds the stages free.
-        bulk::WaitBarrier(&stage.summed, turn.parity ^ 1);
-        stage.out = token * columns.row_bytes + begin;
-        stage.bytes = size;
-        stage.num_rows = __popc(rows);
-        bulk::ArriveExpecting(&stage.loaded, size * __popc(rows));
-      }
-      __syncwarp();
-      if (route.x >= 0) {
-        bulk::Load(bytes + turn.stage * kStageBytes + place * columns.bytes,
-                   from + begin, size, &stage.loaded);
-      }
-    }
-  };
-  int2 next[kRoutesAhead];
-  ask(blockIdx.x, next);
-  for (int64_t first = blockIdx.x; first < params.num_tokens;
-       first += kRoutesAhead * gridDim.x) {
-    int2 routes[kRoutesAhead];
-#pragma unroll
-    for (int j = 0; j < kRoutesAhead; ++j) routes[j] = next[j];
-    ask(first + kRoutesAhead * gridDim.x, next);
-#pragma unroll
-    for (int j = 0; j < kRoutesAhead; ++j) {
-      const int64_t token = first + j * gridDim.x;
-      if (token < params.num_tokens) load(token, routes[j]);
-    }
-  }
+// The loading warp, where a stage takes whole rows: it sees to several tokens
+// at a time, because what each costs beside its bytes would hold up short rows.
+__device__ void LoadRows(const CombineParams& params, std::byte* const* inputs,
+                         int32_t i, Stage* stages, std::byte* bytes,
+                         int32_t stage_bytes, Turn& turn) {
+  // They wait for each other's stages, which may be few.
+  const uint32_t together = min(turn.stages / kLeastStages, 4u);
+  const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
+  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const auto row_bytes = static_cast<int32_t>(params.leaves[i].row_bytes);
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  const uint32_t tokens = TokensOfBatch(params);
+  const uint32_t mine = lane / top_k;
+  const bool leads = mine < tokens && lane == mine * top_k;
+  const uint32_t beside =
+      mine < tokens ? kAllLanes >> (kWarpSize - top_k) << mine * top_k : 0;
+  ForEachBatch(
+      params, blockIdx.x, gridDim.x,
+      [&](int2 route) { return RowAt(params, inputs, i, route); },
+      [&](uint32_t begin, uint64_t row, uint32_t all) {
+        const uint32_t rows = all & beside;
+        const int32_t num_rows = __popc(rows);
+        const int32_t place = __popc(rows & ((1u << lane) - 1));
+        const uint32_t token = begin + mine * gridDim.x;
+        for (uint32_t first = 0; first < tokens; first += together) {
+          const uint32_t number = mine - first;
+          const bool now = number < together && token < num_tokens;
+          const Turn its = turn.After(now ? number : 0);
+          Stage& stage = stages[its.stage];
+          if (now && leads) {
+            // The first round finds the stages free.
+            bulk::WaitBarrier(&stage.summed, its.parity ^ 1);
+            stage.out = token * params.leaves[i].row_bytes;
+            stage.bytes = row_bytes;
+            stage.num_rows = num_rows;
+            bulk::ArriveExpecting(&stage.loaded, row_bytes * num_rows);
+          }
+          const uint32_t taken = __popc(__ballot_sync(kAllLanes, now && leads));
+          if (now && row != 0) {
+            bulk::Load(bytes + its.stage * stage_bytes + place * row_bytes,
+                       reinterpret_cast<const std::byte*>(row), row_bytes,
+                       &stage.loaded);
+          }
+          turn = turn.After(taken);
+        }
+      });
+}
+
+// The loading warp: a lane loads the row at its address, some columns at a
+// time.
+__device__ void LoadColumns(const CombineParams& params,
+                            std::byte* const* inputs, int32_t i,
+                            const Columns& columns, Stage* stages,
+                            std::byte* bytes, int32_t stage_bytes, Turn& turn) {
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  ForEachTokenOfWarp(
+      params, blockIdx.x, gridDim.x,
+      [&](int2 route) { return RowAt(params, inputs, i, route); },
+      [&](uint32_t token, uint64_t row, uint32_t rows) {
+        const int32_t num_rows = __popc(rows);
+        const bool mine = rows >> lane & 1;
+        const auto* from = reinterpret_cast<const std::byte*>(row);
+        const int32_t place = __popc(rows & ((1u << lane) - 1));
+        for (int32_t c = 0; c < columns.count; ++c, turn = turn.After(1)) {
+          Stage& stage = stages[turn.stage];
+          const int64_t begin = int64_t{c} * columns.bytes;
+          const int32_t size = static_cast<int32_t>(
+              min(int64_t{columns.bytes}, columns.row_bytes - begin));
+          if (lane == 0) {
+            bulk::WaitBarrier(&stage.summed, turn.parity ^ 1);
+            stage.out = token * columns.row_bytes + begin;
+            stage.bytes = size;
+            stage.num_rows = num_rows;
+            bulk::ArriveExpecting(&stage.loaded, size * num_rows);
+          }
+          __syncwarp();
+          if (mine) {
+            bulk::Load(bytes + turn.stage * stage_bytes + place * columns.bytes,
+                       from + begin, size, &stage.loaded);
+          }
+        }
+      });
 }
 
 // Into how many teams the summing warps part, which take the stages in turn:
@@ -153,7 +206,8 @@ __device__ uint32_t TeamsFor(const CombineParams& params,
 // team's stages.
 template <typename T>
 __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
-                          const std::byte* bytes, uint32_t teams, Turn& turn) {
+                          const std::byte* bytes, int32_t stage_bytes,
+                          uint32_t teams, Turn& turn) {
   const Leaf& leaf = params.leaves[i];
   const Columns columns(params, leaf);
   const uint32_t threads = kRowThreads / teams;
@@ -161,14 +215,14 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
   const auto first_unit = static_cast<int32_t>(threadIdx.x % threads);
   for (int64_t token = blockIdx.x; token < params.num_tokens;
        token += gridDim.x) {
-    for (int32_t c = 0; c < columns.count; ++c, turn.Next()) {
-      if (turn.number % teams != team) continue;
+    for (int32_t c = 0; c < columns.count; ++c, turn = turn.After(1)) {
+      if ((turn.number & (teams - 1)) != team) continue;
       Stage& stage = stages[turn.stage];
       bulk::WaitBarrier(&stage.loaded, turn.parity);
       const int32_t num_rows = stage.num_rows;
       const int32_t units = stage.bytes / 16;
       const auto* rows =
-          reinterpret_cast<const uint4*>(bytes + turn.stage * kStageBytes);
+          reinterpret_cast<const uint4*>(bytes + turn.stage * stage_bytes);
       const int32_t stride = columns.bytes / 16;
       uint4* out = reinterpret_cast<uint4*>(leaf.out + stage.out);
       for (int32_t at = first_unit; at < units; at += threads) {
@@ -178,9 +232,11 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
           const uint4 second = rows[at + stride];
           sum = UnitSum<T>::Of(first);
           sum += second;
+        } else if (num_rows != 0) {
+          sum = UnitSum<T>::Of(rows[at]);
+          for (int32_t r = 1; r < num_rows; ++r) sum += rows[at + r * stride];
         } else {
-          sum = UnitSum<T>::Of(UnitSum<T>::Neutral(num_rows != 0));
-          for (int32_t r = 0; r < num_rows; ++r) sum += rows[at + r * stride];
+          sum = UnitSum<T>::Of(UnitSum<T>::Neutral(false));
         }
         StoreUnit(out + at, sum.Rounded());
       }
@@ -194,7 +250,7 @@ __device__ void SumStages(const CombineParams& params, int32_t i, Stage* stages,
 
 // Waits until all that the loading warp asked for is there.
 __device__ void AwaitStages(Stage* stages, const Turn& turn) {
-  for (uint32_t s = 0; s < kStages; ++s) {
+  for (uint32_t s = 0; s < turn.stages; ++s) {
     // In this round or in the last; the first round finds the stages free.
     bulk::WaitBarrier(&stages[s].loaded, turn.parity ^ (s >= turn.stage));
   }
@@ -229,7 +285,8 @@ __device__ void SumBulk(const CombineParams& params, const Control& control,
                         std::byte* const* inputs, uint32_t bulk_leaves,
                         bool closes) {
   extern __shared__ __align__(128) std::byte bytes[];
-  __shared__ Stage stages[kStages];
+  __shared__ Stage stages[kMostStages];
+  const Ring ring(params, bulk_leaves);
   const uint32_t teams = TeamsFor(params, bulk_leaves);
   if (threadIdx.x == 0) {
     for (Stage& stage : stages) {
@@ -242,14 +299,21 @@ __device__ void SumBulk(const CombineParams& params, const Control& control,
   const bool loads = threadIdx.x >= kRowThreads;
   // The rows were written by ordinary stores and acquired as such.
   if (loads) bulk::FenceProxy();
-  Turn turn;
+  Turn turn = {ring.stages};
   for (int32_t i = 0; i < params.num_leaves; ++i) {
     if (!(bulk_leaves >> i & 1)) continue;
     if (loads) {
-      LoadStages(params, inputs, i, stages, bytes, turn);
+      const Columns columns(params, params.leaves[i]);
+      if (columns.count == 1) {
+        LoadRows(params, inputs, i, stages, bytes, ring.stage_bytes, turn);
+      } else {
+        LoadColumns(params, inputs, i, columns, stages, bytes, ring.stage_bytes,
+                    turn);
+      }
     } else {
       WithElement(params.leaves[i].element, [&](auto element, auto) {
-        SumStages<decltype(element)>(params, i, stages, bytes, teams, turn);
+        SumStages<decltype(element)>(params, i, stages, bytes, ring.stage_bytes,
+                                     teams, turn);
       });
     }
   }

@@ -114,56 +114,36 @@ __device__ void MoveBulk(const DispatchParams& params, const Role& role,
   for (int32_t i = 0; i < params.num_leaves; ++i) {
     if (!(bulk_leaves >> i & 1)) continue;
     const Leaf& leaf = params.leaves[i];
-    const int64_t pieces = (leaf.row_bytes + kStageBytes - 1) / kStageBytes;
-    const int64_t piece_bytes =
-        (leaf.row_bytes + pieces * 16 - 1) / (pieces * 16) * 16;
-    // With few tokens a row's pieces go to several workers.
-    const int32_t parts = static_cast<int32_t>(
-        max(min(workers.count / max(params.num_tokens, int64_t{1}), pieces),
-            int64_t{1}));
-    const int64_t items = params.num_tokens * parts;
-    const auto token_of = [&](int64_t item) {
-      return parts == 1 ? item : item / parts;
-    };
-    const auto ask = [&](int64_t first, int2(&routes)[kRoutesAhead]) {
-#pragma unroll
-      for (int j = 0; j < kRoutesAhead; ++j) {
-        const int64_t item = first + j * workers.count;
-        routes[j] =
-            item < items ? RouteOf(params, token_of(item)) : int2{-1, -1};
-      }
-    };
-    const auto move = [&](int64_t item, int2 route) {
-      const uint64_t target = RowAt(params, outputs, i, route);
-      const uint32_t targets = __ballot_sync(kAllLanes, target != 0);
-      if (targets == 0) return;
-      const int64_t token = token_of(item);
-      const int64_t part = item - token * parts;
-      const std::byte* in = leaf.in + token * leaf.row_bytes;
-      for (int64_t piece = pieces * part / parts;
-           piece < pieces * (part + 1) / parts; ++piece) {
-        const int64_t begin = piece * piece_bytes;
-        mover.Move(
-            in + begin,
-            static_cast<uint32_t>(min(piece_bytes, leaf.row_bytes - begin)),
-            target == 0 ? 0 : target + begin, targets);
-      }
-    };
-    int2 next[kRoutesAhead];
-    ask(workers.index, next);
-    for (int64_t first = workers.index; first < items;
-         first += kRoutesAhead * workers.count) {
-      int2 routes[kRoutesAhead];
-#pragma unroll
-      for (int j = 0; j < kRoutesAhead; ++j) {
-        routes[j] = InRole(params, role, next[j]);
-      }
-      ask(first + kRoutesAhead * workers.count, next);
-#pragma unroll
-      for (int j = 0; j < kRoutesAhead; ++j) {
-        move(first + j * workers.count, routes[j]);
-      }
-    }
+    const auto pieces =
+        static_cast<int32_t>((leaf.row_bytes + kStageBytes - 1) / kStageBytes);
+    const int64_t unit = int64_t{pieces} * 16;
+    const auto piece_bytes =
+        static_cast<int32_t>((leaf.row_bytes + unit - 1) / unit * 16);
+    // With few tokens a row's pieces go to several workers, each of which has
+    // one token then.
+    const auto parts = static_cast<int32_t>(
+        min(max(workers.count / max(params.num_tokens, int64_t{1}), int64_t{1}),
+            int64_t{pieces}));
+    const auto index = static_cast<int32_t>(workers.index);
+    const int32_t part = index % parts;
+    const int64_t begin = int64_t{pieces} * part / parts * piece_bytes;
+    const int64_t end =
+        min(int64_t{pieces} * (part + 1) / parts * piece_bytes, leaf.row_bytes);
+    ForEachTokenOfWarp(
+        params, index / parts, static_cast<uint32_t>(workers.count),
+        [&](int2 route) {
+          return RowAt(params, outputs, i, InRole(params, role, route));
+        },
+        [&](uint32_t token, uint64_t target, uint32_t targets) {
+          if (targets == 0) return;
+          const std::byte* in = leaf.in + token * leaf.row_bytes;
+          for (int64_t at = begin; at < end; at += piece_bytes) {
+            mover.Move(in + at,
+                       static_cast<uint32_t>(
+                           min(int64_t{piece_bytes}, leaf.row_bytes - at)),
+                       target + at, targets);
+          }
+        });
   }
   mover.Finish();
 }

@@ -49,27 +49,24 @@ class BulkMover {
   // Moves `bytes` from `in` to the rows of all lanes in `mask`.
   __device__ void Move(const std::byte* in, uint32_t bytes, uint64_t target,
                        uint32_t mask) {
-    Stage& stage = stages_[turn_ % kStages];
+    Stage& stage = stages_[loading_];
     if (lane_ == 0) {
       // The piece that was here kStages turns ago has left shared memory.
       bulk::WaitStoresRead<kStages - kLoads - 1>();
       stage.mask = mask;
       stage.bytes = bytes;
       bulk::ArriveExpecting(&stage.loaded, bytes);
-      bulk::Load(bytes_ + turn_ % kStages * kStageBytes, in, bytes,
-                 &stage.loaded);
+      bulk::Load(bytes_ + loading_ * kStageBytes, in, bytes, &stage.loaded);
     }
     stage.targets[lane_] = target;
     __syncwarp();
-    if (turn_ >= kLoads) StorePiece(turn_ - kLoads);
-    ++turn_;
+    loading_ = loading_ + 1 == kStages ? 0 : loading_ + 1;
+    if (turn_++ >= kLoads) StorePiece();
   }
 
   // Stores what is left and waits until all rows have landed.
   __device__ void Finish() {
-    for (uint32_t t = turn_ < kLoads ? 0 : turn_ - kLoads; t < turn_; ++t) {
-      StorePiece(t);
-    }
+    while (storing_ != loading_) StorePiece();
     if (lane_ == 0) {
       bulk::WaitStores();
       bulk::FenceProxy();
@@ -82,23 +79,32 @@ class BulkMover {
   __device__ uint32_t turn() const { return turn_; }
 
  private:
-  __device__ void StorePiece(uint32_t turn) {
+  __device__ void StorePiece() {
     if (lane_ == 0) {
-      Stage& stage = stages_[turn % kStages];
-      bulk::WaitBarrier(&stage.loaded, turn / kStages & 1);
+      Stage& stage = stages_[storing_];
+      bulk::WaitBarrier(&stage.loaded, round_);
+      const uint32_t bytes = stage.bytes;
+      const std::byte* from = bytes_ + storing_ * kStageBytes;
       for (uint32_t left = stage.mask; left != 0; left &= left - 1) {
         bulk::Store(reinterpret_cast<void*>(stage.targets[__ffs(left) - 1]),
-                    bytes_ + turn % kStages * kStageBytes, stage.bytes);
+                    from, bytes);
       }
       bulk::CommitStores();
     }
     __syncwarp();
+    if (++storing_ == kStages) {
+      storing_ = 0;
+      round_ ^= 1;
+    }
   }
 
   Stage* stages_;
   std::byte* bytes_;
   int32_t lane_;
   uint32_t turn_ = 0;
+  uint32_t loading_ = 0;  // stage
+  uint32_t storing_ = 0;  // stage, kLoads before the other at most
+  uint32_t round_ = 0;    // of storing_, its parity
 };
 
 #endif  // JAX_EP_HAS_BULK

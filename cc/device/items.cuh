@@ -52,11 +52,6 @@ __device__ __forceinline__ int2 RouteOf(const RowParams& params,
                token * params.routes_per_token + j);
 }
 
-// Tokens whose routes are asked for at a time, while the rows of as many before
-// them are on their way: a short row is moved in less time than a route takes
-// to come.
-inline constexpr int kRoutesAhead = 4;
-
 // The address of lane j's row of leaf `leaf`, 0 where it has none or the peer's
 // buffer is out of reach. `peers` as WaitReady() leaves it.
 __device__ __forceinline__ uint64_t RowAt(const RowParams& params,
@@ -67,6 +62,65 @@ __device__ __forceinline__ uint64_t RowAt(const RowParams& params,
       peers[leaf * params.op.view.num_ranks + route.x]);
   return first == 0 ? 0
                     : first + int64_t{route.y} * params.leaves[leaf].row_bytes;
+}
+
+// Tokens of a batch: as many as have their routes in the lanes of a warp.
+__device__ __forceinline__ uint32_t TokensOfBatch(const RowParams& params) {
+  static_assert(kMaxTopK <= kWarpSize);
+  return kWarpSize / static_cast<uint32_t>(params.routes_per_token);
+}
+
+// A warp's tokens `first`, `first + step`, ... in batches: calls use(begin,
+// address, lanes) for each, whose first token is `begin`; lane l has route l %
+// K of its token l / K, `address` is what address_of(route) makes of it, 0 for
+// none, and `lanes` are those that have one. What each token costs is spent by
+// one warp, and short rows do not hide it: so addresses are made for all lanes
+// at once, while the routes of the next batch are on their way.
+template <typename AddressOf, typename Use>
+__device__ __forceinline__ void ForEachBatch(const RowParams& params,
+                                             uint32_t first, uint32_t step,
+                                             const AddressOf& address_of,
+                                             const Use& use) {
+  const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
+  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  const uint32_t tokens = TokensOfBatch(params);
+  const uint32_t mine = lane / top_k;
+  const uint32_t route = lane - mine * top_k;
+  const auto* routes = reinterpret_cast<const int2*>(params.routes);
+  const auto ask = [&](uint32_t begin) {
+    const uint32_t token = begin + mine * step;
+    if (mine >= tokens || token >= num_tokens) return int2{-1, -1};
+    return __ldg(routes + uint64_t{token} * top_k + route);
+  };
+  int2 next = ask(first);
+  for (uint32_t begin = first; begin < num_tokens; begin += tokens * step) {
+    const uint64_t address = address_of(next);
+    next = ask(begin + tokens * step);
+    use(begin, address, __ballot_sync(kAllLanes, address != 0));
+  }
+}
+
+// The same, token by token: use(token, address, lanes), with those of its lanes
+// that have an address.
+template <typename AddressOf, typename Use>
+__device__ __forceinline__ void ForEachTokenOfWarp(const RowParams& params,
+                                                   uint32_t first,
+                                                   uint32_t step,
+                                                   const AddressOf& address_of,
+                                                   const Use& use) {
+  const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
+  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const uint32_t tokens = TokensOfBatch(params);
+  ForEachBatch(params, first, step, address_of,
+               [&](uint32_t token, uint64_t address, uint32_t all) {
+                 uint32_t lanes = kAllLanes >> (kWarpSize - top_k);
+                 for (uint32_t i = 0; i < tokens && token < num_tokens; ++i) {
+                   use(token, address, all & lanes);
+                   lanes = lanes << (top_k - 1) << 1;  // by 32 at most
+                   token += step;
+                 }
+               });
 }
 
 // Shorter rows are not worth an engine's start.
