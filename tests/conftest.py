@@ -86,6 +86,8 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest file first: of several workers none is left alone with it.
+    items.sort(key=lambda item: item.path.name != "processes_test.py")
     found = jax.device_count() if config.jax_ep_platform == "cuda" else 0
     for item in items:
         parameters = item.name.partition("[")[2]
