@@ -5,9 +5,11 @@ some and on the CPU where it does not.
 """
 
 import os
+import pathlib
 
 import jax
 import pytest
+import xla_flags
 
 NUM_CPU_DEVICES = 8
 # XLA of jax 0.11 crashes where a shard_map has an input without elements beside
@@ -25,6 +27,12 @@ def pytest_addoption(parser):
         choices=("cpu", "cuda"),
         default=None,
         help="where the tests run (default: cuda where JAX finds a GPU)",
+    )
+
+    parser.addoption(
+        "--optimize",
+        action="store_true",
+        help="XLA's own optimizations for CPUs, without which it compiles quickly",
     )
 
     parser.addoption(
@@ -58,8 +66,12 @@ def pytest_configure(config):
                 num_channels=1, staging_bytes=2 * 1024 * peers
             )
         return
-    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     wanted = config.getoption("--platform")
+    # JAX cannot be asked yet: what it finds is the flags' first use.
+    on_cpu = wanted == "cpu" or not (wanted or pathlib.Path("/dev/nvidiactl").exists())
+    if on_cpu and not config.getoption("--optimize"):
+        xla_flags.compile_quickly()
+    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     if wanted is not None:
         jax.config.update("jax_platforms", "cpu" if wanted == "cpu" else "cuda,cpu")
     config.jax_ep_platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -74,6 +86,8 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest file first: of several workers none is left alone with it.
+    items.sort(key=lambda item: item.path.name != "processes_test.py")
     found = jax.device_count() if config.jax_ep_platform == "cuda" else 0
     for item in items:
         parameters = item.name.partition("[")[2]

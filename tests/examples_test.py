@@ -3,15 +3,14 @@
 import csv
 import dataclasses
 import math
-import os
 import pathlib
-import subprocess
 import sys
 
 import harness
 import jax
 import numpy as np
 import pytest
+from processes import run_script
 
 import jax_ep
 
@@ -245,16 +244,8 @@ def test_decoding_needs_a_checkpoint(tmp_path):
 
 def run_example(name):
     """The lines that it prints after the first two."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    if not harness.ON_GPU:
-        environment["JAX_PLATFORMS"] = "cpu"
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
+    platform = {} if harness.ON_GPU else {"JAX_PLATFORMS": "cpu"}
+    result = run_script(str(ROOT / "examples" / name), timeout=240, **platform)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()[2:]
 

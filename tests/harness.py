@@ -135,16 +135,9 @@ class Program:
             return jax.tree.map(lambda a: a[None], body(comm, *args))
 
         mapped = jax.shard_map(shard, mesh=comm.mesh, in_specs=spec, out_specs=spec)
-        # Most of these tests' time is XLA's; plain JAX compiles slowest.
-        quick = comm.backend == "xla" and not ON_GPU
-        options = {"xla_backend_optimization_level": 0} if quick else None
-        self.jitted = jax.jit(mapped, compiler_options=options)
-        self._inner = jax.jit(mapped)
+        self.jitted = jax.jit(mapped)
         self._over_poison = jax.jit(
-            lambda args, poison: self._inner(args),
-            donate_argnums=1,
-            keep_unused=True,
-            compiler_options=options,
+            lambda args, poison: self.jitted(args), donate_argnums=1, keep_unused=True
         )
         self._sharding = NamedSharding(comm.mesh, spec)
 
@@ -173,7 +166,7 @@ class Program:
             # may_alias=False: memory lent by NumPy would not be written over.
             return jax.device_put(poison, self._sharding, may_alias=False)
 
-        return jax.tree.map(put, self._inner.eval_shape(args))
+        return jax.tree.map(put, self.jitted.eval_shape(args))
 
 
 def _put_rows(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -14,6 +14,7 @@ import time
 import launch
 import pytest
 import training
+import xla_flags
 from training import train
 
 # JAX's own messages to stderr are not ours to judge; errors are.
@@ -268,6 +269,7 @@ class Cluster(launch.Job):
         """Starts `program` once for each of the environments."""
         clusters = ("SLURM_", "OMPI_", "JAX_COORDINATOR_")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(clusters)}
+        inherited["XLA_FLAGS"] = xla_flags.of_user()
         path = os.pathsep.join(p for p in sys.path if p)
         self.logs = [logs / f"log.{process}" for process in range(len(environments))]
         self.processes = []
