@@ -618,7 +618,7 @@ Kernel KernelFor(const LowLatencyDispatchParams& params) {
 // (docs/performance.md).
 int32_t SendersOf32(const LowLatencyDispatchParams& params) {
   if (params.base.by_expert) return params.quantize ? 8 : 6;
-  return params.quantize ? 18 : 16;
+  return params.quantize ? 20 : 16;
 }
 
 }  // namespace

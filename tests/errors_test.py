@@ -147,8 +147,10 @@ class TestFallback:
         assert comm.backend == "xla"
         body = functools.partial(dispatch_and_combine, comm=comm)
         rows, sums = jax.jit(layers.sharded(body, mesh))(*arguments())
-        assert np.asarray(rows).sum() == CAPACITY * HIDDEN  # all to expert 0
-        assert np.asarray(sums).sum() == CAPACITY * HIDDEN
+        # All to expert 0, which has room for so many.
+        received = min(CAPACITY, RANKS * TOKENS)
+        assert np.asarray(rows).sum() == received * HIDDEN
+        assert np.asarray(sums).sum() == received * HIDDEN
         comm.close()
 
     def test_not_built(self, monkeypatch):

@@ -31,7 +31,7 @@ def _trace(body, **plan_args):
     )
 
 
-S = expert_oracle.worst_case(9, TOP_K, -(-EXPERTS // RANKS), 1)
+S = expert_oracle.worst_case(min(9, RANKS * TOKENS), TOP_K, -(-EXPERTS // RANKS), 1)
 
 
 @pytest.mark.parametrize(
