@@ -192,9 +192,13 @@ class Benchmark(Session):
             few: dict[str, float] = {}
             if rates.copy_us and 0 < point.wire_bytes < limits.LEAST_BYTES:
                 few = limits.measure_few(self.devices, point, num_sms or 0)
-            return lambda op: max(
-                rates.floor_us(point, op.moves, num_sms),
-                sum(few.get(moved, 0.0) for moved in op.moves),
+            exchange_us = max(rates.handshake_us - rates.launch_us, 0.0)
+            return lambda op: (
+                op.counts_first * exchange_us
+                + max(
+                    rates.floor_us(point, op.moves, num_sms),
+                    sum(few.get(moved, 0.0) for moved in op.moves),
+                )
             )
         # memcpy has no one rate: caches decide.
         own = limits.measure_cpu(self.report, self.mesh, point, True, loud=False)

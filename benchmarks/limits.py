@@ -40,6 +40,7 @@ class Limits:
       fill_us: on a CPU, zeros in what is left empty of all receive buffers.
       launch_us: an empty kernel; 0 on a CPU.
       latency_us: what ranks that only meet would take.
+      handshake_us: one exchange of a word, launched alone; GPUs only.
     """
 
     workload: Workload
@@ -52,6 +53,7 @@ class Limits:
     fill_us: float = 0.0
     launch_us: float = 0.0
     latency_us: float = 0.0
+    handshake_us: float = 0.0
 
     def of(self, num_sms: int | None) -> dict[str, float]:
         """Microseconds by what is moved; empty if nothing was measured."""
@@ -123,6 +125,8 @@ def measure_gpu(
                 _record(report, w, found, None, kind=copies.NAMES[kind])
                 if kind == copies.LAUNCH:
                     limits.launch_us = found.median
+                if kind == copies.HANDSHAKE:
+                    limits.handshake_us = found.median
                 # The last one is the floor: one to open, one to close.
                 limits.latency_us = found.median
         _measure_local(report, devices[0], limits, counts, launches, reps)

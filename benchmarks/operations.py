@@ -26,6 +26,7 @@ class Operation:
       moves: the ceilings whose bytes it moves, "dispatch" and "combine"; none
         for a plan.
       slow: expected to be far from the others: fewer repetitions.
+      counts_first: no row can go before all ranks have told their counts.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Operation:
     check: Check | Callable[[], None] | None
     moves: tuple[str, ...] = ()
     slow: bool = False
+    counts_first: bool = False
 
     @property
     def single(self) -> bool:
@@ -186,6 +188,7 @@ def jax_ep_operations(inputs: Inputs, comm: jax_ep.Communicator) -> list[Operati
                 ),
                 check_plan_dispatch,
                 ("dispatch",),
+                counts_first=True,
             )
         )
     if w.dtype in SUMMABLE:
