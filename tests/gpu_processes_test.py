@@ -49,6 +49,9 @@ VARIANTS = {
     ),
 }
 AT_A_TIME = 3
+if len(set(GPUS)) == 1:
+    # For every two slots the processes would take turns.
+    del VARIANTS["tiny_staging"]
 
 
 def job(logs, name, gpus=GPUS, *, options=None, **keywords):
@@ -128,8 +131,16 @@ def test_low_latency_process_that_never_calls(op, layout, tmp_path):
 
 @pytest.mark.parametrize(
     ("variables", "staging"),
-    [(SMALL, []), (PLATFORM, []), (PLATFORM, ["--tiny-staging"])],
-    ids=["direct", "staged", "tiny_staging"],
+    [
+        pytest.param(SMALL, [], id="direct"),
+        pytest.param(PLATFORM, [], id="staged"),
+        pytest.param(
+            PLATFORM,
+            ["--tiny-staging"],
+            id="tiny_staging",
+            marks=pytest.mark.gpu(count=2),
+        ),
+    ],
 )
 def test_operations_between_processes(variables, staging, tmp_path):
     """The routing cases of every operation, by either path."""
