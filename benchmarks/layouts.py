@@ -76,6 +76,13 @@ def join(place: str, on_gpu: bool) -> None:
     )
 
 
+def free_address() -> str:
+    """Where processes of one run can meet: a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
+
+
 def has_gpus(options: argparse.Namespace) -> bool:
     """Where to run, without JAX, which would take the memory."""
     driver = os.path.exists("/proc/driver/nvidia/version")
@@ -128,9 +135,7 @@ def _run(
     arguments: Sequence[str], count: int, ranks: int, variables: dict[str, str]
 ) -> tuple[list[dict], int]:
     """What process 0 recorded, and the exit status."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = free_address()
     environment = {"NPROC": "16", **os.environ, **variables}
     with tempfile.TemporaryDirectory() as directory:
         lines = pathlib.Path(directory, "lines.jsonl")

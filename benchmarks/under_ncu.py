@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -28,6 +27,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import layouts
 from inputs import Inputs
 from operations import jax_ep_operations
 from options import add_num_sms, with_options
@@ -80,9 +80,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     """One of the processes; the first, which ncu looks at, starts the others."""
     others = []
     if options.place == "first":
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            address, rank = f"localhost:{probe.getsockname()[1]}", 0
+        address, rank = layouts.free_address(), 0
         # Without what ncu has put into the environment to find its process.
         environment = {k: v for k, v in os.environ.items() if not _is_of_ncu(k)}
         others = [

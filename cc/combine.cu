@@ -113,14 +113,14 @@ __device__ void LoadRows(const CombineParams& params, std::byte* const* inputs,
   // They wait for each other's stages, which may be few.
   const uint32_t together = min(turn.stages / kLeastStages, 4u);
   const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
-  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const auto width = static_cast<uint32_t>(params.routes_per_token);
   const auto row_bytes = static_cast<int32_t>(params.leaves[i].row_bytes);
   const uint32_t lane = threadIdx.x % kWarpSize;
   const uint32_t tokens = TokensOfBatch(params);
-  const uint32_t mine = lane / top_k;
-  const bool leads = mine < tokens && lane == mine * top_k;
+  const uint32_t mine = lane / width;
+  const bool leads = mine < tokens && lane == mine * width;
   const uint32_t beside =
-      mine < tokens ? kAllLanes >> (kWarpSize - top_k) << mine * top_k : 0;
+      mine < tokens ? kAllLanes >> (kWarpSize - width) << mine * width : 0;
   ForEachBatch(
       params, blockIdx.x, gridDim.x,
       [&](int2 route) { return RowAt(params, inputs, i, route); },

@@ -26,7 +26,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, fabric, node_wire, peer_memory, reach
+from jax_ep import (
+    bootstrap,
+    fabric,
+    node_wire,
+    peer_memory,
+    reach,
+    window_memory,
+)
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -200,20 +207,31 @@ class TwoHosts:
         reach.why_not_between = lambda groups, processes: processes.agree("asked", None)
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
+        window_memory.free_bytes = lambda groups: 1 << 40
+        window_memory.set_up_windows = self.set_up_windows
 
     def set_up_cuda(self, identity, groups, *, processes, links, **_):
         self.nodes, self.near = groups, processes.members
-        # Processes of several hosts have none.
-        self.sockets = links and set(links.sockets) | {processes.me}
+        self.sockets = sockets(processes, links)
         problem = "broken" if processes.me in self.problems else None
         problem = processes.agree("memory", problem)
         if problem:
             raise peer_memory.CannotWork(problem)
         return peer_memory.CudaMemory(lambda: self.released.append("node"), 1)
 
+    def set_up_windows(self, identity, groups, size, *, processes, links, **_):
+        self.window_near = processes.members
+        self.window_sockets = sockets(processes, links)
+        return lambda: self.released.append("windows")
+
     def set_up_wire(self, identity, rails, *, node_size, timeout_s, processes):
         self.rails, self.all = rails, processes.members
         return lambda: self.released.append("rail")
+
+
+def sockets(processes, links):
+    """Whom this one has sockets to, and itself; of several hosts nobody has."""
+    return links and set(links.sockets) | {processes.me}
 
 
 def two_hosts():
@@ -244,13 +262,19 @@ def two_hosts():
     with jax_ep.Communicator(over, "ep", backend="cuda", timeout_s=20.0) as comm:
         assert (comm.num_nodes, comm.node_size) == (1, half)
         assert hosts.near == tuple(mine), hosts.near
-    assert hosts.released == ["rail", "node", "node"]
+        with jax_ep.LowLatencyBuffer(comm, max_tokens=2, hidden=16, num_experts=half):
+            assert hosts.window_near == tuple(mine)
+            assert hosts.window_sockets == set(mine)
+    assert hosts.released == ["rail", "node", "windows", "node"]
 
     # An NVLink domain over both is a node, and hosts in it where asked for.
     hosts = TwoHosts(domain="x")
     with communicator(backend="cuda") as comm:
         assert (comm.num_nodes, comm.node_size) == (1, count), comm
         assert (hosts.near, hosts.sockets) == (tuple(range(count)), None)
+        with jax_ep.LowLatencyBuffer(comm, max_tokens=2, hidden=16, num_experts=count):
+            assert hosts.window_near == tuple(range(count))
+            assert hosts.window_sockets is None
     with communicator(backend="cuda", node_size=half) as comm:
         assert (comm.num_nodes, comm.node_size) == (2, half), comm
         assert (hosts.near, hosts.sockets) == (tuple(mine), set(mine))

@@ -71,27 +71,28 @@ __device__ __forceinline__ uint32_t TokensOfBatch(const RowParams& params) {
 }
 
 // A warp's tokens `first`, `first + step`, ... in batches: calls use(begin,
-// address, lanes) for each, whose first token is `begin`; lane l has route l %
-// K of its token l / K, `address` is what address_of(route) makes of it, 0 for
-// none, and `lanes` are those that have one. What each token costs is spent by
-// one warp, and short rows do not hide it: so addresses are made for all lanes
-// at once, while the routes of the next batch are on their way.
+// address, lanes) for each, whose first token is `begin`. With W routes a token
+// lane l has route l % W of the batch's token l / W; `address` is what
+// address_of(route) makes of it, 0 for none, and `lanes` are those with one.
+// What each token costs is spent by one warp, and short rows do not hide it: so
+// addresses are made for all lanes at once, while the routes of the next batch
+// are on their way.
 template <typename AddressOf, typename Use>
 __device__ __forceinline__ void ForEachBatch(const RowParams& params,
                                              uint32_t first, uint32_t step,
                                              const AddressOf& address_of,
                                              const Use& use) {
   const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
-  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const auto width = static_cast<uint32_t>(params.routes_per_token);
   const uint32_t lane = threadIdx.x % kWarpSize;
   const uint32_t tokens = TokensOfBatch(params);
-  const uint32_t mine = lane / top_k;
-  const uint32_t route = lane - mine * top_k;
+  const uint32_t mine = lane / width;
+  const uint32_t route = lane - mine * width;
   const auto* routes = reinterpret_cast<const int2*>(params.routes);
   const auto ask = [&](uint32_t begin) {
     const uint32_t token = begin + mine * step;
     if (mine >= tokens || token >= num_tokens) return int2{-1, -1};
-    return __ldg(routes + uint64_t{token} * top_k + route);
+    return __ldg(routes + uint64_t{token} * width + route);
   };
   int2 next = ask(first);
   for (uint32_t begin = first; begin < num_tokens; begin += tokens * step) {
@@ -110,14 +111,14 @@ __device__ __forceinline__ void ForEachTokenOfWarp(const RowParams& params,
                                                    const AddressOf& address_of,
                                                    const Use& use) {
   const auto num_tokens = static_cast<uint32_t>(params.num_tokens);
-  const auto top_k = static_cast<uint32_t>(params.routes_per_token);
+  const auto width = static_cast<uint32_t>(params.routes_per_token);
   const uint32_t tokens = TokensOfBatch(params);
   ForEachBatch(params, first, step, address_of,
                [&](uint32_t token, uint64_t address, uint32_t all) {
-                 uint32_t lanes = kAllLanes >> (kWarpSize - top_k);
+                 uint32_t lanes = kAllLanes >> (kWarpSize - width);
                  for (uint32_t i = 0; i < tokens && token < num_tokens; ++i) {
                    use(token, address, all & lanes);
-                   lanes = lanes << (top_k - 1) << 1;  // by 32 at most
+                   lanes = lanes << (width - 1) << 1;  // by 32 at most
                    token += step;
                  }
                });
