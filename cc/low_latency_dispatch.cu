@@ -20,400 +20,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "cc/device/row_source.cuh"
-#include "cc/device/window.cuh"
+#include "cc/device/window_dispatcher.cuh"
 #include "cc/low_latency.h"
 
 namespace jax_ep {
-namespace {
-
-// Chunks of what it receives that a warp has in flight.
-constexpr int kReceiving = 6;
 
 // Places that a block keeps in shared memory.
-constexpr int32_t kKeptPlaces = 1024;
-
-struct Launch {
-  LowLatencyDispatchParams params;
-  Experts experts;
-  int32_t num_senders;  // blocks
-  int32_t num_chunks;   // of a row
-  int32_t x_bytes;      // of a row of x
-  int32_t row_bytes;    // of one of `rows`
-  int32_t num_scales;   // of a row
-  // By expert: chunks of this rank's rows, and as many of each peer's, that a
-  // receiving block sees to; whether it keeps the places of its tokens.
-  int32_t share;
-  bool keeps_places;
-  Divisor by_chunks;
-  Divisor by_peers;   // num_ranks - 1
-  Divisor by_tokens;  // T
-  Divisor by_top_k;
-  Divisor by_max_tokens;
-};
-
-template <typename Source, bool kByExpert>
-struct Dispatcher {
-  using Protocol = typename Source::Protocol;
-  using Chunk = typename Source::Chunk;
-
-  const Launch& launch;
-  const LowLatencyDispatchParams& params;
-  Window& window;
-  const Experts& experts;
-  int32_t me;
-  int32_t num_ranks;
-  int32_t num_tokens;
-  int32_t top_k;
-  int32_t num_units;  // of a row
-  int32_t warp;
-  int32_t lane;
-
-  __device__ Dispatcher(const Launch& l, Window& w)
-      : launch(l),
-        params(l.params),
-        window(w),
-        experts(l.experts),
-        me(w.rank()),
-        num_ranks(w.num_ranks()),
-        num_tokens(l.params.base.num_tokens),
-        top_k(l.params.base.top_k),
-        num_units(l.row_bytes / 16),
-        warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {}
-
-  // A part of a row.
-  struct Item {
-    int32_t source;
-    int32_t token;
-    int32_t chunk;
-    int32_t first;  // unit
-    int32_t left;   // units
-  };
-
-  __device__ Item ItemOf(int32_t source, int32_t token, int32_t chunk) const {
-    const int32_t first = chunk * Protocol::kUnits;
-    return {source, token, chunk, first, num_units - first};
-  }
-  // Item i of this rank's rows.
-  __device__ Item OwnItem(int32_t i) const {
-    const int32_t token = launch.by_chunks.Divide(i);
-    return ItemOf(me, token, i - token * launch.num_chunks);
-  }
-  // Item i of the peers' rows from own item `begin` on: of all of them in turn.
-  __device__ Item PeersItem(int32_t begin, int32_t i) const {
-    const int32_t own = launch.by_peers.Divide(i);
-    int32_t source = me + 1 + i - own * (num_ranks - 1);
-    if (source >= num_ranks) source -= num_ranks;
-    const int32_t token = launch.by_chunks.Divide(begin + own);
-    return ItemOf(source, token, begin + own - token * launch.num_chunks);
-  }
-
-  __device__ const std::byte* RowOfX(int32_t token) const {
-    return params.x + int64_t{token} * launch.x_bytes;
-  }
-  __device__ int32_t OwnId(int32_t token) const {
-    return lane < top_k ? __ldg(params.base.topk_idx + token * top_k + lane)
-                        : -1;
-  }
-  __device__ const uint64_t* IdWord(int32_t source, int32_t token) const {
-    return window.Words(me, source) + token * top_k + lane;
-  }
-
-  // Where the places of a token of the block's share stand, by expert.
-  struct Places {
-    int32_t* at;
-    int32_t stride;  // tokens of a source
-    int32_t begin;   // token
-
-    __device__ int32_t* Of(int32_t source, int32_t token, int32_t top_k) const {
-      return at + (source * stride + token - begin) * top_k;
-    }
-  };
-
-  __device__ int32_t PlaceAt(const Item& item, const Places& places) const {
-    return lane < top_k ? places.Of(item.source, item.token, top_k)[lane] : -1;
-  }
-
-  // An expert id and its weight.
-  struct Small {
-    uint32_t id;
-    uint32_t weight;
-  };
-  __device__ Small SmallOf(int32_t i) const;
-  __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
-  __device__ void Send() const;
-  __device__ void SendItem(const Item& item, uint64_t ranks,
-                           const Units& units) const;
-  template <typename Ready>
-  __device__ void CopyOwn(int32_t begin, int32_t end, const Ready& ready,
-                          const Places& places) const;
-  __device__ void Receive(int32_t index, int32_t count, int32_t begin,
-                          int32_t num_items, const Places& places) const;
-  __device__ void Deliver(const Item& item, int32_t place,
-                          const Units& units) const;
-  __device__ void ReceiveIds(int32_t thread, int32_t threads) const;
-  __device__ void ReceiveByRank() const;
-  __device__ void CountIds(int32_t begin, int32_t end, const Places& places,
-                           int32_t* before, int32_t* total) const;
-  __device__ void FindPlaces(int32_t begin, int32_t end, const Places& places,
-                             int32_t* next) const;
-  __device__ void ReceiveByExpert() const;
-};
-
-template <typename Source, bool kByExpert>
-__device__ typename Dispatcher<Source, kByExpert>::Small
-Dispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
-  if (i >= num_tokens * top_k) return {};
-  return {static_cast<uint32_t>(__ldg(params.base.topk_idx + i)),
-          kByExpert || params.topk_weights == nullptr
-              ? 0
-              : __float_as_uint(__ldg(params.topk_weights + i))};
-}
-
-// Ids and weights of all tokens to all peers. `small` is the thread's first.
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::SendSmall(int32_t thread,
-                                                         int32_t threads,
-                                                         Small small) const {
-  ForEach(thread, threads, num_tokens * top_k, [&](int32_t i) {
-    if (i != thread) small = SmallOf(i);
-    for (int32_t p = 1; p < num_ranks; ++p) {
-      const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
-      ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(small.id));
-      if (!kByExpert && params.topk_weights != nullptr) {
-        ptx::StoreRelaxedSys(window.Weights(peer, me) + i,
-                             window.Word(small.weight));
-      }
-    }
-  });
-}
-
-// To the ranks of the mask, none of them this one.
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::SendItem(
-    const Item& item, uint64_t ranks, const Units& units) const {
-  // Each rank begins with another peer.
-  for (uint64_t half : {ranks >> me << me, ranks & ((uint64_t{1} << me) - 1)}) {
-    for (; half != 0; half &= half - 1) {
-      const int32_t peer = __ffsll(static_cast<long long>(half)) - 1;
-      StoreChunk<Protocol>(window.Chunk(peer, me, item.token, item.chunk),
-                           units, item.left, window.epoch);
-    }
-  }
-}
-
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Send() const {
-  constexpr int kBatch = Source::kSending;
-  const int32_t count = launch.num_senders * kWorkWarps;
-  const int32_t index = warp * launch.num_senders + blockIdx.x;
-  const int32_t num_items =
-      kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
-  // What others wait for longest is asked for first.
-  const int32_t thread = index * kWarpSize + lane;
-  const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
-  bool begun = false;
-  for (int32_t base = index; base < num_items || !begun;
-       base += kBatch * count) {
-    Chunk chunks[kBatch];
-    int32_t ids[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * count < num_items) {
-        const Item item = OwnItem(base + j * count);
-        ids[j] = OwnId(item.token);
-        Source::Load(RowOfX(item.token), item.first, item.left, chunks[j]);
-      }
-    }
-    // While the rows are on their way here.
-    if (!begun) {
-      HasEpoch(window);
-      SendSmall(thread, count * kWarpSize, small);
-    }
-    begun = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * count >= num_items) continue;
-      const uint64_t own = uint64_t{1} << me;
-      uint64_t ranks = RanksOfWarp(experts.RankOf(ids[j]), num_ranks);
-      if (kByExpert) ranks &= ~own;
-      if (ranks == 0) continue;
-      const Item item = OwnItem(base + j * count);
-      Units units;
-      Source::Finish(chunks[j], units);
-      SendItem(item, ranks & ~own, units);
-      if (kByExpert || (ranks & own) == 0) continue;
-      Deliver(item, lane == 0 ? me * params.base.stride + item.token : -1,
-              units);
-    }
-  }
-}
-
-// Stores a chunk in the rows at the lanes' places; -1: none.
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Deliver(
-    const Item& item, int32_t place, const Units& units) const {
-  for (uint32_t left = __ballot_sync(kAllLanes, place >= 0); left != 0;
-       left &= left - 1) {
-    const int64_t at = __shfl_sync(kAllLanes, place, __ffs(left) - 1);
-    StoreRow<Protocol>(params.rows + at * launch.row_bytes, item.first,
-                       item.left, units);
-    if constexpr (Source::kScaled) {
-      const int64_t num_scales = launch.num_scales;
-      const int64_t first = item.chunk * Protocol::kScales;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int64_t scale = first + Protocol::ScaleOf(lane, i);
-        if (scale < num_scales) {
-          params.scales[at * num_scales + scale] = __uint_as_float(units[i].x);
-        }
-      }
-    }
-  }
-}
-
-// Items [begin, end) of this rank's own rows by the warps of a block.
-// Their places are there once ready() has returned.
-template <typename Source, bool kByExpert>
-template <typename Ready>
-__device__ void Dispatcher<Source, kByExpert>::CopyOwn(
-    int32_t begin, int32_t end, const Ready& ready,
-    const Places& places) const {
-  constexpr int kBatch = Source::kCopying;
-  bool is_ready = false;
-  for (int32_t base = begin + warp; base < end || !is_ready;
-       base += kBatch * kWorkWarps) {
-    Chunk chunks[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps < end) {
-        const Item item = OwnItem(base + j * kWorkWarps);
-        Source::Load(RowOfX(item.token), item.first, item.left, chunks[j]);
-      }
-    }
-    // While the rows are on their way here.
-    if (!is_ready) ready();
-    is_ready = true;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * kWorkWarps >= end) continue;
-      const Item item = OwnItem(base + j * kWorkWarps);
-      const int32_t place = PlaceAt(item, places);
-      if (!__any_sync(kAllLanes, place >= 0)) continue;
-      Units units;
-      Source::Finish(chunks[j], units);
-      Deliver(item, place, units);
-    }
-  }
-}
-
-// Items of the peers' rows from own item `begin` on, every count-th.
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::Receive(
-    int32_t index, int32_t count, int32_t begin, int32_t num_items,
-    const Places& places) const {
-  for (int32_t base = index; base < num_items; base += kReceiving * count) {
-    const auto item_of = [&](int j) {
-      return PeersItem(begin, base + j * count);
-    };
-    Units words[kReceiving];
-    uint64_t looked[kReceiving];
-    // At the rows too, before it is known whether they come at all.
-#pragma unroll
-    for (int j = 0; j < kReceiving; ++j) {
-      looked[j] = window.Word(~0u);
-      if (base + j * count >= num_items) continue;
-      const Item item = item_of(j);
-      if (!kByExpert && lane < top_k) {
-        looked[j] = ptx::LoadRelaxedSys(IdWord(item.source, item.token));
-      }
-      LookAt<Protocol>(window.Chunk(me, item.source, item.token, item.chunk),
-                       item.left, words[j]);
-    }
-    if constexpr (!kByExpert) {
-      WaitWords(
-          window, looked,
-          [&](int j) -> AwaitedWord {
-            const Item item = item_of(j);
-            return {IdWord(item.source, item.token), item.source};
-          },
-          "the ids");
-    }
-#pragma unroll
-    for (int j = 0; j < kReceiving; ++j) {
-      if (base + j * count >= num_items) continue;
-      const Item item = item_of(j);
-      int32_t place;
-      if constexpr (kByExpert) {
-        place = PlaceAt(item, places);
-        if (!__any_sync(kAllLanes, place >= 0)) continue;
-      } else {
-        const int32_t here =
-            experts.LocalOn(me, static_cast<int32_t>(looked[j]));
-        if (!__any_sync(kAllLanes, here >= 0)) continue;
-        // The first lane has the row's place.
-        place = lane == 0 ? item.source * params.base.stride + item.token : -1;
-      }
-      Units units;
-      WaitChunk<Protocol>(window,
-                          window.Chunk(me, item.source, item.token, item.chunk),
-                          item.left, item.source, words[j], units);
-      Deliver(item, place, units);
-    }
-  }
-}
-
-// By rank: the local ids of all tokens, -1 for the others and for tokens that
-// this call does not have; and their weights.
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::ReceiveIds(
-    int32_t thread, int32_t threads) const {
-  const int32_t stride = params.base.stride;
-  const int32_t num_pairs = num_ranks * stride * top_k;
-  for (int32_t first = thread - lane; first < num_pairs; first += threads) {
-    const int32_t i = first + lane;
-    const int32_t row = launch.by_top_k.Divide(i);
-    const int32_t source = launch.by_max_tokens.Divide(row);
-    const int32_t token = row - source * stride;
-    const int32_t pair = token * top_k + i - row * top_k;
-    const bool comes = i < num_pairs && token < num_tokens;
-    // What peers say of a pair, once it is here; this rank's own by itself.
-    const auto word_of = [&](const uint64_t* words, const char* step,
-                             bool wanted, uint32_t own) {
-      uint64_t seen[] = {window.Word(own)};
-      if (wanted && source != me) seen[0] = ptx::LoadRelaxedSys(words + pair);
-      WaitWords(
-          window, seen,
-          [&](int) -> AwaitedWord { return {words + pair, source}; }, step);
-      return static_cast<uint32_t>(seen[0]);
-    };
-    const uint32_t own_id =
-        comes && source == me ? __ldg(params.base.topk_idx + pair) : ~0u;
-    const int32_t local = experts.LocalOn(
-        me, static_cast<int32_t>(
-                word_of(window.Words(me, source), "the ids", comes, own_id)));
-    if (i < num_pairs) params.places[i] = local;
-    if (params.topk_weights == nullptr) continue;
-    const float own_weight =
-        local >= 0 && source == me ? __ldg(params.topk_weights + pair) : 0;
-    const uint32_t weight = word_of(window.Weights(me, source), "the weights",
-                                    local >= 0, __float_as_uint(own_weight));
-    if (i < num_pairs) params.recv_weights[i] = __uint_as_float(weight);
-  }
-}
-
-template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::ReceiveByRank() const {
-  HasEpoch(window);
-  const int32_t blocks = gridDim.x - launch.num_senders;
-  const int32_t index = warp * blocks + blockIdx.x - launch.num_senders;
-  const int32_t count = blocks * kWorkWarps;
-  // By the last warps: with few tokens those have no rows.
-  ReceiveIds((count - 1 - index) * kWarpSize + lane, count * kWarpSize);
-  Receive(index, count, 0, num_tokens * launch.num_chunks * (num_ranks - 1),
-          Places{});
-}
+static constexpr int32_t kKeptPlaces = 1024;
 
 // By expert. A token has one row in an expert, however often it names it.
 // Lane l of a warp has choice l % K of the warp's token l / K.
@@ -422,11 +35,9 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByRank() const {
 // of tokens before `begin`; leaves the local ids of tokens [begin, end) where
 // their places will be. All working warps of a block.
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::CountIds(int32_t begin,
-                                                        int32_t end,
-                                                        const Places& places,
-                                                        int32_t* before,
-                                                        int32_t* total) const {
+__device__ void WindowDispatcher<Source, kByExpert>::CountIds(
+    int32_t begin, int32_t end, const Places& places, int32_t* before,
+    int32_t* total) const {
   // Enough for 128 tokens of two ranks, eight experts each.
   constexpr int kLooks = 5;
   const int32_t tokens = launch.by_top_k.Divide(kWarpSize);
@@ -485,10 +96,8 @@ __device__ void Dispatcher<Source, kByExpert>::CountIds(int32_t begin,
 // The places of tokens [begin, end) of all sources, a warp to a source. `next`
 // counts, for every source and local expert, from its tokens' first row on.
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
-                                                          int32_t end,
-                                                          const Places& places,
-                                                          int32_t* next) const {
+__device__ void WindowDispatcher<Source, kByExpert>::FindPlaces(
+    int32_t begin, int32_t end, const Places& places, int32_t* next) const {
   const int32_t tokens = launch.by_top_k.Divide(kWarpSize);
   const int32_t in_warp = launch.by_top_k.Divide(lane);
   const int32_t k = lane - in_warp * top_k;
@@ -531,7 +140,7 @@ __device__ void Dispatcher<Source, kByExpert>::FindPlaces(int32_t begin,
 }
 
 template <typename Source, bool kByExpert>
-__device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
+__device__ void WindowDispatcher<Source, kByExpert>::ReceiveByExpert() const {
   __shared__ int32_t before[kMaxCountedExperts];
   __shared__ int32_t total[kMaxCountedExperts];
   __shared__ int32_t kept[kKeptPlaces];
@@ -570,15 +179,17 @@ __device__ void Dispatcher<Source, kByExpert>::ReceiveByExpert() const {
   Receive(warp, kWorkWarps, first, (last - first) * (num_ranks - 1), places);
 }
 
+namespace {
+
 template <typename Source, bool kByExpert>
 __global__ void __launch_bounds__(kWindowThreads, 1)
-    DispatchKernel(const __grid_constant__ Launch launch) {
+    DispatchKernel(const __grid_constant__ DispatchLaunch launch) {
   Window window(launch.params.base, "low_latency_dispatch",
                 WindowKind::kDispatch);
   if (threadIdx.x >= kWorkThreads) {
     return KeepStep(window, launch.num_senders);
   }
-  const Dispatcher<Source, kByExpert> dispatcher(launch, window);
+  const WindowDispatcher<Source, kByExpert> dispatcher(launch, window);
   if (static_cast<int32_t>(blockIdx.x) < launch.num_senders) {
     dispatcher.Send();
   } else if constexpr (kByExpert) {
@@ -589,7 +200,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   WarpDone(window);
 }
 
-using Kernel = void (*)(Launch);
+using Kernel = void (*)(DispatchLaunch);
 
 // By rank and by expert, for each kind of row.
 constexpr Kernel kKernels[] = {
@@ -647,7 +258,7 @@ cudaError_t LaunchLowLatencyDispatch(const LowLatencyDispatchParams& params,
       int64_t{num_ranks} * (share / num_chunks + 2) * base.top_k <= kKeptPlaces;
   // Whole tokens: in global memory places would meet ids of another block.
   if (!keeps_places) share = share_of(base.num_tokens) * num_chunks;
-  const Launch launch = {
+  const DispatchLaunch launch = {
       .params = params,
       .experts = Experts(base.num_experts, num_ranks),
       .num_senders = num_senders,

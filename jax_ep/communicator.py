@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,8 +21,6 @@ from jax_ep import (
     topology,
 )
 from jax_ep.held import Held
-
-_Held = TypeVar("_Held")
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -359,7 +357,7 @@ class Communicator(Held):
             return stack.pop_all().close
 
     def _set_up_gpus(self, shared: dict[str, Any]) -> peer_memory.CudaMemory:
-        return together(
+        return peer_memory.together(
             self._peers,
             self._near,
             lambda: peer_memory.set_up_cuda(
@@ -529,34 +527,6 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
-
-
-def together(
-    peers: bootstrap.Processes | None,
-    near: bootstrap.Processes | None,
-    set_up: Callable[[], _Held],
-    release: Callable[[_Held], Any],
-) -> _Held:
-    """What `set_up` gives, where nodes set themselves up: all can, or none is.
-
-    Raises:
-      CannotWork: `set_up` did, here or on another node.
-    """
-    if near is peers:
-        return set_up()
-    assert peers is not None
-    held, problem = None, None
-    try:
-        held = set_up()
-    except peer_memory.CannotWork as error:
-        problem = str(error)
-    problem = peers.agree("GPUs of nodes", problem)
-    if problem is None:
-        assert held is not None
-        return held
-    if held is not None:
-        release(held)
-    raise peer_memory.CannotWork(problem)
 
 
 def _host(links: bootstrap.Links) -> dict[str, Any]:

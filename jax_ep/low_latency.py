@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax_ep import (
     bootstrap,
     checks,
-    communicator,
     fp8,
     low_latency_primitives,
     native,
@@ -242,7 +241,7 @@ class LowLatencyBuffer(Held):
                 "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more"
             )
         self.id = comm._agree_on_id(self._peers, "windows")
-        return communicator.together(
+        return peer_memory.together(
             self._peers, self._near, self._set_up_windows, lambda release: release()
         )
 

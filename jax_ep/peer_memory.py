@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from jax_ep import bootstrap, gpu_memory, native, reach
 from jax_ep.gpu_memory import call
 from jax_ep.reach import Groups, Told
+
+_Made = TypeVar("_Made")
 
 # kMaxRanks in cc/layout.h: an NVLink domain has up to 72.
 MAX_RANKS = 96
@@ -26,6 +28,34 @@ _REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
 
 class CannotWork(RuntimeError):
     """The CUDA backend cannot work here, with the reason; the same everywhere."""
+
+
+def together(
+    peers: bootstrap.Processes | None,
+    near: bootstrap.Processes | None,
+    set_up: Callable[[], _Made],
+    release: Callable[[_Made], Any],
+) -> _Made:
+    """What `set_up` gives, where nodes set themselves up: all can, or none is.
+
+    Raises:
+      CannotWork: `set_up` did, here or on another node.
+    """
+    if near is peers:
+        return set_up()
+    assert peers is not None
+    held, problem = None, None
+    try:
+        held = set_up()
+    except CannotWork as error:
+        problem = str(error)
+    problem = peers.agree("GPUs of nodes", problem)
+    if problem is None:
+        assert held is not None
+        return held
+    if held is not None:
+        release(held)
+    raise CannotWork(problem)
 
 
 @dataclasses.dataclass(frozen=True)
