@@ -3,12 +3,13 @@
 // Launch: view.num_sms blocks of kCombineThreads; kBulkSharedBytes of dynamic
 //         shared memory where view.has_bulk.
 // Roles:  block 0 publishes the addresses of this rank's inputs. In each block
-//         one warp loads the rows of a token after the other into a ring of
-//         stages by bulk copies, the other warps sum them; what bulk copies
-//         cannot load the summing warps load themselves. Leaves with rows out
-//         of reach follow through staging memory (cc/staged_combine.cuh). The
-//         last block closes with the peers; where there are bulk copies only,
-//         the last one to have read, before it has stored its sums.
+//         one warp loads the rows of a token, or of some, after the other into
+//         a ring of stages by bulk copies, the other warps sum them; what bulk
+//         copies cannot load the summing warps load themselves. Leaves with
+//         rows out of reach follow through staging memory
+//         (cc/staged_combine.cuh). The last block closes with the peers; where
+//         there are bulk copies only, the last one to have read, before it has
+//         stored its sums.
 // Reads:  params.routes, leaves[].in of this rank and of the peers; for staged
 //         rows num_recv and recv_src. Writes: leaves[].out of this rank, every
 //         row once.
