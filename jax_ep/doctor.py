@@ -342,6 +342,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], Any] = print) -> 
     if gpus or driver_there:
         check_gpus(report)
     if gpus:
+        check_fabric(report, devices)
         check_arenas(report, devices)
     if not skip:
         check_operations(report, devices)

@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from jax_ep import doctor, gpu_memory, native
+from jax_ep import doctor, fabric, gpu_memory, native
 
 
 class Names:
@@ -140,6 +140,25 @@ def test_pairs_out_of_reach_are_named(monkeypatch):
         "no atomic operations between GPUs (1, 2)",
     ]
     assert "cannot be exported" in text
+
+
+@pytest.mark.parametrize(
+    ("note", "said", "problems"),
+    [
+        ({"domain": "", "problem": ""}, "none: NVLink ends at this host", []),
+        ({"domain": "ab.1", "problem": ""}, "ab.1", []),
+        (
+            {"domain": "ab.1", "problem": "no channel"},
+            "ab.1",
+            ["hosts of the domain do not count as one node: no channel"],
+        ),
+    ],
+)
+def test_nvlink_between_hosts(monkeypatch, note, said, problems):
+    monkeypatch.setattr(fabric, "note", lambda devices: note)
+    report, text = examine(doctor.check_fabric, [])
+    assert f"domain                       {said}" in text
+    assert [what for what, _ in report.problems] == problems
 
 
 def test_memory_of_jax(monkeypatch):
