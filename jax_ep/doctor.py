@@ -165,7 +165,7 @@ def check_fabric(report: Report, devices: list[jax.Device]) -> None:
     report.section("NVLink between hosts")
     try:
         found = fabric.note(devices)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         report.fact("cannot be asked about", error)
         return
     report.fact("domain", found["domain"] or "none: NVLink ends at this host")
