@@ -82,7 +82,7 @@ def _nvml(nvml: Any) -> Iterator[None]:
             yield
         finally:
             nvml.shutdown()
-    except nvml.NvmlError as error:
+    except (nvml.NvmlError, AttributeError) as error:  # or bindings that are older
         reason = f"NVML cannot name the NVLink domain: {error}"
         raise RuntimeError(reason) from error
 

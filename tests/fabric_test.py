@@ -112,6 +112,13 @@ def test_nvml_that_cannot_say(driver, monkeypatch):
     }
 
 
+def test_nvml_of_older_bindings(driver, monkeypatch):
+    monkeypatch.delattr(Nvml, "device_get_gpu_fabric_info_v")
+    with nvml(monkeypatch, Nvml()):
+        found = fabric.note([GPU])
+    assert "has no attribute 'device_get_gpu_fabric_info_v'" in found["problem"]
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_bindings_without_nvml(driver, monkeypatch, works):
     """Matters only where memory could be shared."""
