@@ -21,7 +21,8 @@
 #include <vector>
 
 #include "cc/device/weighted_rows.cuh"
-#include "cc/device/window.cuh"
+#include "cc/device/window_chunks.cuh"
+#include "cc/device/window_worker.cuh"
 #include "cc/low_latency.h"
 
 namespace jax_ep {
@@ -44,34 +45,11 @@ constexpr int kReceiving = 2;
 constexpr int kSummedRows = 6;
 
 template <typename T, bool kByExpert>
-struct Combiner {
+struct Combiner : WindowWorker<Launch> {
   using Protocol = Lines;
   using Row = Elements<T, uint4>;
 
-  const Launch& launch;
-  const LowLatencyCombineParams& params;
-  Window& window;
-  const Experts& experts;
-  int32_t me;
-  int32_t num_ranks;
-  int32_t num_tokens;
-  int32_t top_k;
-  int32_t num_units;  // of a row
-  int32_t warp;
-  int32_t lane;
-
-  __device__ Combiner(const Launch& l, Window& w)
-      : launch(l),
-        params(l.params),
-        window(w),
-        experts(l.experts),
-        me(w.rank()),
-        num_ranks(w.num_ranks()),
-        num_tokens(l.params.base.num_tokens),
-        top_k(l.params.base.top_k),
-        num_units(l.row_bytes / 16),
-        warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {}
+  using WindowWorker<Launch>::WindowWorker;
 
   // A running sum of the lane's units.
   struct Sum {

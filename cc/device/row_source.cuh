@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "cc/device/rows.cuh"
-#include "cc/device/window.cuh"
+#include "cc/device/window_chunks.cuh"
 
 namespace jax_ep {
 

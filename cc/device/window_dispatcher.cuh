@@ -8,13 +8,11 @@
 #include <cstdint>
 
 #include "cc/device/row_source.cuh"
-#include "cc/device/window.cuh"
+#include "cc/device/window_chunks.cuh"
+#include "cc/device/window_worker.cuh"
 #include "cc/low_latency.h"
 
 namespace jax_ep {
-
-// Chunks of what it receives that a warp has in flight.
-inline constexpr int kReceiving = 6;
 
 struct DispatchLaunch {
   LowLatencyDispatchParams params;
@@ -36,34 +34,14 @@ struct DispatchLaunch {
 };
 
 template <typename Source, bool kByExpert>
-struct WindowDispatcher {
+struct WindowDispatcher : WindowWorker<DispatchLaunch> {
   using Protocol = typename Source::Protocol;
   using Chunk = typename Source::Chunk;
 
-  const DispatchLaunch& launch;
-  const LowLatencyDispatchParams& params;
-  Window& window;
-  const Experts& experts;
-  int32_t me;
-  int32_t num_ranks;
-  int32_t num_tokens;
-  int32_t top_k;
-  int32_t num_units;  // of a row
-  int32_t warp;
-  int32_t lane;
+  using WindowWorker<DispatchLaunch>::WindowWorker;
 
-  __device__ WindowDispatcher(const DispatchLaunch& l, Window& w)
-      : launch(l),
-        params(l.params),
-        window(w),
-        experts(l.experts),
-        me(w.rank()),
-        num_ranks(w.num_ranks()),
-        num_tokens(l.params.base.num_tokens),
-        top_k(l.params.base.top_k),
-        num_units(l.row_bytes / 16),
-        warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {}
+  // Chunks of what it receives that a warp has in flight.
+  static constexpr int kReceiving = 6;
 
   // A part of a row.
   struct Item {
