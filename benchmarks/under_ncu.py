@@ -78,26 +78,21 @@ def main() -> int:
 
 def _run_rank(options: argparse.Namespace) -> int:
     """One of the processes; the first, which ncu looks at, starts the others."""
-    others = []
-    if options.place == "first":
-        address, rank = layouts.free_address(), 0
+    others, place = [], options.place
+    if place == "first":
+        at, ranks = layouts.free_address(), options.ranks
+        place, *theirs = [f"{at},{rank},{ranks},{ranks}" for rank in range(ranks)]
         # Without what ncu has put into the environment to find its process.
         environment = {k: v for k, v in os.environ.items() if not _is_of_ncu(k)}
         others = [
             subprocess.Popen(
-                [sys.executable, *sys.argv[:-1], f"--place={address},{other}"],
-                env=environment,
+                [sys.executable, *sys.argv[:-1], f"--place={other}"], env=environment
             )
-            for other in range(1, options.ranks)
+            for other in theirs
         ]
-    else:
-        address, text = options.place.split(",")
-        rank = int(text)
     try:
         if options.ranks > 1:
-            jax.distributed.initialize(
-                address, options.ranks, rank, local_device_ids=[rank]
-            )
+            layouts.join(place, on_gpu=True)
         _run(options)
         if options.ranks > 1:
             # The others do not end before.

@@ -225,9 +225,9 @@ class Links:
         self._listener.listen(1024)
 
     @property
-    def address(self) -> str:
-        """What a peer needs to connect."""
-        return self._token
+    def host(self) -> dict[str, Any]:
+        """What the others need to connect to this process."""
+        return {**host_identity(), "address": self._token}
 
     def connect(
         self, processes: Processes, hosts: Mapping[int, Mapping[str, Any]]
@@ -236,7 +236,7 @@ class Links:
 
         Args:
           processes: who takes part.
-          hosts: each one's `host_identity()`, and its `address` under "address".
+          hosts: each one's `host`.
 
         Returns:
           None, or in words which pairs cannot reach each other.

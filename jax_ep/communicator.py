@@ -234,7 +234,7 @@ class Communicator(Held):
             return None
         with contextlib.ExitStack() as stack:
             links = stack.enter_context(contextlib.closing(bootstrap.Links()))
-            hosts = self._peers.gather("hosts", _host(links))
+            hosts = self._peers.gather("hosts", links.host)
             if backend == "cuda":
                 self._find_nodes(topology.host_names(hosts))
             self._check_nodes()
@@ -375,7 +375,7 @@ class Communicator(Held):
         # Sockets of their own: those of nodes are watched for hang-ups already.
         peers = self._processes(self._peers.members)
         links = bootstrap.Links()
-        problem = links.connect(peers, peers.gather("hosts", _host(links)))
+        problem = links.connect(peers, peers.gather("hosts", links.host))
         if problem is not None:
             raise peer_memory.CannotWork(problem)
         with contextlib.closing(links):
@@ -527,11 +527,6 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     """Devices by [group][rank]; groups in row-major order of the other axes."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1]).tolist()
-
-
-def _host(links: bootstrap.Links) -> dict[str, Any]:
-    """What the others need to connect to this process."""
-    return {**bootstrap.host_identity(), "address": links.address}
 
 
 def _is_count(value: Any) -> bool:

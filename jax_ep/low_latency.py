@@ -251,8 +251,8 @@ class LowLatencyBuffer(Held):
             links = None
             if self._near is not None and not comm._over_hosts:
                 links = stack.enter_context(contextlib.closing(bootstrap.Links()))
-                host = {**bootstrap.host_identity(), "address": links.address}
-                problem = links.connect(self._near, self._near.gather("hosts", host))
+                hosts = self._near.gather("hosts", links.host)
+                problem = links.connect(self._near, hosts)
                 if problem is not None:
                     raise peer_memory.CannotWork(
                         f"jax_ep.LowLatencyBuffer: processes lost each other: {problem}"

@@ -122,7 +122,7 @@ class TestLinks:
         client = Client(**{"/connections/0": "null"})
         hosts = {
             0: {**self.HOST, "address": "0" * 32, **changes},
-            1: {**self.HOST, "address": links.address},
+            1: links.host,
         }
         return links.connect(processes([0, 1], 1, client), hosts)
 

@@ -5,8 +5,6 @@ IMEX channel that this user may open: /dev/nvidia-caps-imex-channels/channel0, m
 `mknod` with the major number that /proc/devices has for nvidia-caps-imex-channels.
 """
 
-import json
-
 import launch
 import pytest
 
@@ -26,26 +24,14 @@ def handles():
 
 
 def job(logs, name, gpus=(ONE, OTHER), variables=None, **options):
-    return launch.Job(
-        "gpu_process_program.py",
-        len(gpus),
-        logs,
-        gpus=gpus,
-        variables=variables,
-        arguments=(name, json.dumps(options)),
-    )
-
-
-def last_words(log):
-    (line,) = (line for line in log.splitlines() if line.startswith("{"))
-    return json.loads(line)
+    return launch.gpu_job(logs, name, gpus, options, variables=variables)
 
 
 def test_exchanges(tmp_path):
     """XLA does not make its memory for fabric handles, so rows are staged."""
     with job(tmp_path, "exchanges", **TWO_HOSTS) as hosts:
         for log in hosts.wait(200):
-            found = last_words(log)
+            found = launch.found(log)
             assert not any(map(any, found["wrong"])), found
             assert found["paths"] == [["direct", "staged"], ["staged", "direct"]]
 
@@ -53,7 +39,7 @@ def test_exchanges(tmp_path):
 def test_low_latency(tmp_path):
     with job(tmp_path, "low_latency", **TWO_HOSTS) as hosts:
         for log in hosts.wait(200):
-            found = last_words(log)
+            found = launch.found(log)
             assert found["expert"] == found["rank"] == 0, log
 
 

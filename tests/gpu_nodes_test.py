@@ -5,7 +5,6 @@ node 0 on (GPU 0, GPU 1), node 1 on (GPU 1, GPU 0), so that each rail spans both
 Where there is one GPU all share it, and take turns.
 """
 
-import json
 import re
 import signal
 import time
@@ -28,14 +27,7 @@ FILES = ("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"
 
 
 def job(logs, name, *, gpus, variables, **options):
-    return launch.Job(
-        "gpu_process_program.py",
-        len(gpus),
-        logs,
-        gpus=gpus,
-        variables=variables,
-        arguments=(name, json.dumps(options)),
-    )
+    return launch.gpu_job(logs, name, gpus, options, variables=variables)
 
 
 @pytest.mark.gpu(count=2)

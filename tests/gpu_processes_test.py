@@ -4,7 +4,6 @@ The processes are started by launch.py; this one only waits for them. Where ther
 one GPU they share it, and take turns.
 """
 
-import json
 import os
 import re
 import signal
@@ -55,15 +54,7 @@ if len(set(GPUS)) == 1:
 
 
 def job(logs, name, gpus=GPUS, *, options=None, **keywords):
-    arguments = (name, json.dumps(options or {}))
-    return launch.Job(
-        "gpu_process_program.py",
-        len(gpus),
-        logs,
-        gpus=gpus,
-        arguments=arguments,
-        **keywords,
-    )
+    return launch.gpu_job(logs, name, gpus, options, **keywords)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +84,7 @@ def outputs(tmp_path_factory):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exchanges(outputs, variant):
     for log in outputs(variant):
-        (line,) = (line for line in log.splitlines() if line.startswith("{"))
-        found = json.loads(line)
+        found = launch.found(log)
         print(variant, found)
         assert not any(map(any, found["wrong"])), found
         assert found["processes"] == [0, 1]
@@ -105,8 +95,7 @@ def test_exchanges(outputs, variant):
 def test_low_latency(tmp_path):
     with job(tmp_path, "low_latency", variables=SMALL) as one:
         for log in one.wait(120):
-            (line,) = (line for line in log.splitlines() if line.startswith("{"))
-            found = json.loads(line)
+            found = launch.found(log)
             assert found["expert"] == found["rank"] == 0, log
             assert found["bytes"] > 0
 
@@ -178,8 +167,7 @@ def test_example_has_the_losses_of_one_process(tmp_path):
 def test_two_gpus_in_each_of_two_processes(tmp_path):
     with job(tmp_path, "exchanges", ("0,1", "2,3")) as four:
         for log in four.wait(100):
-            (line,) = (line for line in log.splitlines() if line.startswith("{"))
-            found = json.loads(line)
+            found = launch.found(log)
             assert not any(map(any, found["wrong"])), found
             assert found["processes"] == [0, 0, 1, 1]
             assert {path for row in found["paths"] for path in row} == {"direct"}

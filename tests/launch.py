@@ -10,6 +10,7 @@ logs; what still runs at the end is killed.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 _ALLOCATOR_VARIABLES = (
@@ -65,6 +67,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+def gpu_job(
+    logs: pathlib.Path,
+    name: str,
+    gpus: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Job:
+    """A function of gpu_process_program.py, with `options`, on each of `gpus`."""
+    return Job(
+        "gpu_process_program.py",
+        len(gpus),
+        logs,
+        gpus=gpus,
+        arguments=(name, json.dumps(options or {})),
+        **keywords,
+    )
+
+
+def found(log: str) -> Any:
+    """What a process wrote as JSON in its log, on one line."""
+    (line,) = (line for line in log.splitlines() if line.startswith("{"))
+    return json.loads(line)
 
 
 class Job:

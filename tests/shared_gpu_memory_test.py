@@ -151,8 +151,7 @@ class Job:
             yield peers, None
             return
         with contextlib.closing(bootstrap.Links()) as links:
-            host = {**bootstrap.host_identity(), "address": links.address}
-            assert links.connect(peers, peers.gather("hosts", host)) is None
+            assert links.connect(peers, peers.gather("hosts", links.host)) is None
             yield peers, links
 
     def _set_up_windows(self, process, size):
