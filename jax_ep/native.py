@@ -6,6 +6,7 @@ import functools
 import importlib
 import pathlib
 import re
+import sys
 import threading
 import types
 from collections.abc import Sequence
@@ -28,6 +29,13 @@ def cuda() -> types.ModuleType:
       ImportError: jax_ep was built without nvcc, or for other FFI headers.
     """
     return _registered("_cuda", "CUDA")
+
+
+def wait_for_releases() -> None:
+    """Returns when the GPU memory that was let go of before has been freed."""
+    module = sys.modules.get("jax_ep._cuda")
+    if module is not None:
+        module.wait_for_releases()
 
 
 def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:

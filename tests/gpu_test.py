@@ -292,6 +292,12 @@ def test_rank_that_never_calls(start, op):
     assert 1.0 < found["seconds"] < 15.0, found
 
 
+def test_letting_go_does_not_wait_for_a_callback(start):
+    """The interpreter's lock is held where the last reference goes."""
+    child = start("let_go_in_a_callback", "--ranks", RANKS, memory=0.01)
+    assert child.found(timeout=100) == {"wrong": 0}
+
+
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("op", ["low_latency_dispatch", "low_latency_combine"])
 def test_low_latency_rank_that_never_calls(start, op, layout):
