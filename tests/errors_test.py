@@ -86,6 +86,11 @@ class TestCommunicator:
                 ValueError,
                 "timeout_s must be seconds above 0 and below 1e6, found '1'",
             ),
+            (
+                {"setup_timeout_s": -2.5},
+                ValueError,
+                "setup_timeout_s must be seconds above 0 and below 1e6, found -2.5",
+            ),
         ),
         ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
     )
@@ -442,6 +447,15 @@ def test_missing_rank():
     done = run_script(program)
     assert done.returncode == 0, done.stderr
     messages = json.loads(done.stdout.splitlines()[-1])
+    assert messages.pop("patient") == [""] * 4
+    # Once a wait, while it lasts.
+    (channel,) = re.findall(
+        r"^jax_ep dispatch \(channel (\d+)\): ranks 0, 1, 2 have waited 1\.0 s and "
+        r"will wait 60\.0 s in all; missing ranks: 3$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    assert done.stderr.count(f"dispatch (channel {channel}): rank") == 1, done.stderr
     *others, late = messages.pop("late")
     assert re.search(
         r"jax_ep dispatch \(channel \d+\): rank 3 came after its peers had given up: "

@@ -4,6 +4,7 @@ launch.py starts it; the arguments after the place are a function's name and its
 options as JSON. The functions run on virtual CPU devices too.
 """
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import gc
@@ -169,6 +170,65 @@ def silent_low_latency(*, op, layout, tokens=40, hidden=1024):
         assert fails(lambda: program(*args)) < 15
     flush()
     leave(together=True)
+
+
+def late_process():
+    """The last process comes 4 s late to a plan, its dispatch and combine."""
+    jax_ep.communicator._WARN_AFTER_S = 1.5
+    comm = communicator(timeout_s=60.0)
+    ids, x = inputs(comm)
+    step = compile_together(comm, there_and_back_body(comm), ids, x)
+    assert_times(step(ids, x), 2, x)
+    bootstrap.distributed_client().wait_at_barrier("ran", 60_000)
+    if jax.process_index() == jax.process_count() - 1:
+        time.sleep(4)
+    say("calls")
+    out = jax.block_until_ready(step(ids, x))
+    say("has rows")
+    assert_times(out, 2, x)
+    comm.close()
+
+
+def there_and_back_body(comm):
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    return body
+
+
+def let_go_while_a_call_waits():
+    """The last program of a communicator goes while another's call waits.
+
+    Process 0 waits for process 1, which comes when process 0 has let go. A destructor
+    that waits for the GPU would keep both.
+    """
+    comm, other = communicator(timeout_s=60.0), communicator(timeout_s=60.0)
+    ids, x = inputs(comm)
+    step = compile_together(comm, there_and_back_body(comm), ids, x)
+    others = on_ranks(other, there_and_back_body(other)).lower(ids, x).compile()
+    for program in (step, others):
+        assert_times(program(ids, x), 2, x)
+    del program
+    jax.clear_caches()
+    other.close()
+    client = bootstrap.distributed_client()
+    client.wait_at_barrier("closed", 60_000)
+    if jax.process_index() == 0:
+        # CPUs may work on the thread that calls.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            running = thread.submit(step, ids, x)
+            time.sleep(1)
+            del others
+            gc.collect()
+            client.key_value_set("let go", "yes")
+            out = running.result()
+    else:
+        client.blocking_key_value_get("let go", 40_000)
+        out = step(ids, x)
+    assert_times(out, 2, x)
+    # What was let go of is freed by now, or soon.
+    comm.close()
 
 
 def lifetime(steps=300):
