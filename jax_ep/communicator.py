@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ep import (
     bootstrap,
+    checks,
     fabric,
     node_wire,
     peer_memory,
@@ -122,7 +123,7 @@ class Communicator(Held):
         self._node_size = node_size
         self._check_arguments(backend)
         self.num_ranks = mesh.shape[axis_name]
-        self.node_size = node_size or self.num_ranks
+        self.node_size = self._node_size or self.num_ranks
         self._groups = _groups(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._memory_bytes = 0
@@ -431,18 +432,23 @@ class Communicator(Held):
                 f"{where}: axis {axis_name!r} must have at most {_MAX_RANKS} devices, "
                 f"found {mesh.shape[axis_name]}"
             )
-        topology.check_node_size(self._node_size, mesh.shape[axis_name])
+        num_ranks = mesh.shape[axis_name]
+        self._node_size = topology.check_node_size(self._node_size, num_ranks)
         for name in ("num_sms", "num_channels"):
             value = getattr(self, f"_{name}")
-            if value is not None and not _is_count(value):
+            count = _as_count(value)
+            if value is not None and count is None:
                 raise ValueError(
                     f"{where}: {name} must be an integer >= 1 or None, found {value!r}"
                 )
-        if not _is_count(self._staging_bytes):
+            setattr(self, f"_{name}", count)
+        staging_bytes = _as_count(self._staging_bytes)
+        if staging_bytes is None:
             raise ValueError(
                 f"{where}: staging_bytes must be an integer >= 1, found "
                 f"{self._staging_bytes!r}"
             )
+        self._staging_bytes = staging_bytes
         for name in ("timeout_s", "setup_timeout_s"):
             seconds = getattr(self, name)
             if type(seconds) not in (int, float) or not 0 < seconds < 1e6:
@@ -546,8 +552,9 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     return devices.reshape(-1, devices.shape[-1]).tolist()
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+def _as_count(value: Any) -> int | None:
+    count = checks.as_integer(value)
+    return count if count is not None and count >= 1 else None
 
 
 def _version() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from jax_ep import bootstrap, native
 
@@ -26,6 +26,20 @@ class Held:
         self._finalizer = weakref.finalize(self, _release_here, release, self._pid)
         # At exit the process takes everything with it.
         self._finalizer.atexit = False
+
+    # Two that give back the same would leave one of them without it.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"jax_ep.{type(self).__name__}: it holds memory of this process and its "
+            "devices and cannot be pickled; leave it out of what is saved or sent, "
+            "and make one in each process that needs it"
+        )
 
     @property
     def closed(self) -> bool:

@@ -318,8 +318,8 @@ def between_nodes(*, node_size, steps=300, beside=False):
     ranks = comm.num_ranks
     traffic = on_device.Traffic(ranks, 96, 4, 4 * ranks + 1, 520, capacity=70 * ranks)
 
-    def step(number):
-        i = number[0]
+    def step(numbers):
+        i = numbers[0]
         found = traffic.exchange(comm, i)
         wrong = found.wrong.sum()
         # Of x: how many ranks have a row of each token.
@@ -327,15 +327,16 @@ def between_nodes(*, node_size, steps=300, beside=False):
             jnp.int32
         )
         plan = jax_ep.make_plan(ids[:, None], comm=comm, num_experts=ranks)
-        x = jnp.ones((96, 40), jnp.float32) * i
+        number = i.astype(jnp.float32)
+        x = jnp.ones((96, 40), jnp.float32) * number
         out, pull = jax.vjp(
             lambda x: jax_ep.combine(3 * jax_ep.dispatch(x, plan), plan), x
         )
         wrong += on_device.wrong_rows(out, 3 * x)
         wrong += on_device.wrong_rows(pull(x)[0], 3 * x)
         if beside:
-            total = lax.psum(jnp.ones(1 << 16) * i, "ep")
-            wrong += (total != ranks * i).sum(dtype=jnp.int32)
+            total = lax.psum(jnp.ones(1 << 16) * number, "ep")
+            wrong += (total != ranks * number).sum(dtype=jnp.int32)
         return wrong[None]
 
     program = on_ranks(comm, step)
@@ -359,12 +360,13 @@ def large_blocks(*, node_size, tokens=1024, columns=8192, steps=5):
         token = jnp.arange(tokens, dtype=jnp.int32)
         ids = jnp.stack([token % ranks, (token + number[0]) % ranks], axis=1)
         plan = jax_ep.make_plan(ids, comm=comm, num_experts=ranks)
-        x = (token[:, None] * 7 + jnp.arange(columns) + rank * 31 + number[0]) % 128
+        column = jnp.arange(columns, dtype=jnp.int32)[None]
+        x = (token[:, None] * 7 + column + rank * 31 + number[0]) % 128
         x = x.astype(jnp.bfloat16)
         rows = jax_ep.dispatch(x, plan)
         slot = jnp.arange(plan.capacity)
         source, token_there = jnp.divmod(plan.recv_src, tokens)
-        want = token_there[:, None] * 7 + jnp.arange(columns)
+        want = token_there[:, None] * 7 + column
         want = (want + source[:, None] * 31 + number[0]) % 128
         want = jnp.where((slot < plan.num_recv)[:, None], want, 0)
         wrong = on_device.wrong_rows(rows, want.astype(jnp.bfloat16))

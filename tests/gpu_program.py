@@ -508,7 +508,7 @@ def missing_rank(args):
 
         def call(x):
             if args.op == "plan":
-                return x + make_plan().num_recv
+                return x + make_plan().num_recv.astype(x.dtype)
             if args.op == "dispatch":
                 return x + jax_ep.dispatch(x, plan)[:tokens]
             return x + jax_ep.combine(jnp.tile(x, (args.ranks, 1)), plan)

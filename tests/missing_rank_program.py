@@ -35,7 +35,7 @@ def program(comm, last, absent):
 
         def rest(x):
             if last == "plan":
-                return x + make_plan().num_recv
+                return x + make_plan().num_recv.astype(x.dtype)
             if last == "dispatch":
                 return x + jax_ep.dispatch(x, plan)[:TOKENS]
             return x + jax_ep.combine(jnp.tile(x, (RANKS, 1)), plan)
