@@ -70,6 +70,7 @@ class CommunicatorArguments(Bound):
         "num_ranks": INT32,
         "num_sms": INT32,
         "timeout_s": lambda value: isinstance(value, (int, float)),
+        "warn_after_s": lambda value: isinstance(value, (int, float)),
         "num_channels": INT32,
         "staging_bytes": INT64,
         "places": list_of(lambda value: isinstance(value, Place)),

@@ -77,7 +77,7 @@ jax_ep::PeerView ViewOf(int rank, const std::vector<Rank>& ranks,
   view.rank = rank;
   view.num_ranks = num_ranks;
   view.num_sms = 1;
-  view.timeout_ns = 20'000'000'000;
+  view.timeout_ns = view.warn_ns = 20'000'000'000;
   view.num_channels = 1;
   view.staging_bytes = kStagingBytes;
   std::vector<jax_ep::Region> regions(num_ranks * jax_ep::kMaxRegions);

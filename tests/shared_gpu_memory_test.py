@@ -610,6 +610,7 @@ def test_the_binding_made_of_python_takes_what_the_native_one_takes():
             "num_ranks": 1,
             "num_sms": 1,
             "timeout_s": 1.0,
+            "warn_after_s": 1.0,
             "num_channels": 0,
             "staging_bytes": 0,
             "places": [],
