@@ -440,10 +440,10 @@ class SetUp:
             self.module.release_communicator(identity)
 
         if self.processes is None:
-            self._register(identity, timeout_s)
+            self._register(identity, timeout_s, warn_after_s)
         else:
             with Told() as told:
-                self._register(identity, timeout_s)
+                self._register(identity, timeout_s, warn_after_s)
             try:
                 # Nobody begins before everybody has mapped.
                 self._agree("ready", told.problem)
@@ -453,7 +453,7 @@ class SetUp:
                 raise
         return CudaMemory(release, self.memory_bytes, self.reachable)
 
-    def _register(self, identity: int, timeout_s: float) -> None:
+    def _register(self, identity: int, timeout_s: float, warn_after_s: float) -> None:
         self.module.create_communicator(
             identity,
             self.module.CommunicatorArguments(
