@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks, node_plan, primitives, sizes
 from jax_ep.communicator import Communicator
+from jax_ep.sizes import Defaults
 
 # kMaxTopK in cc/layout.h.
 _MAX_TOP_K = 32
@@ -77,7 +78,7 @@ class Plan:
     expert_alignment: int = dataclasses.field(metadata={"static": True})
     expert_capacity: int = dataclasses.field(metadata={"static": True})
     node_capacity: int = dataclasses.field(metadata={"static": True})
-    defaults: sizes.Defaults = dataclasses.field(metadata={"static": True})
+    defaults: Defaults = dataclasses.field(metadata={"static": True})
 
     def describe(self, tree: Any = ()) -> dict[str, Any]:
         """The plan's sizes, and what they come to in bytes, as a dict.
@@ -198,7 +199,7 @@ class PlanRequest:
     expert_capacity: int
     worst_case: int
     node_capacity: int
-    defaults: sizes.Defaults
+    defaults: Defaults
 
     @property
     def num_tokens(self) -> int:
@@ -345,14 +346,14 @@ def _defaults(
     capacity: int | None,
     expert_capacity: int | None,
     node_capacity: int | None,
-) -> sizes.Defaults:
+) -> Defaults:
     """Which of the capacities nobody chose."""
     given = {}
     if factor is None:
         given |= {"capacity": capacity, "expert_capacity": expert_capacity}
     if comm.num_nodes > 1:
         given["node_capacity"] = node_capacity
-    return sizes.Defaults(name for name, size in given.items() if size is None)
+    return Defaults(name for name, size in given.items() if size is None)
 
 
 def _balanced_pairs(
