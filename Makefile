@@ -3,6 +3,8 @@
 #
 #   make demo      train the example language model
 #   make test      run the test suite       (make test PYTEST_ARGS="-k plan")
+#   make test-gpu  run all that this machine's GPUs can run, several tests at a
+#                  time (make test-gpu GPU_ARGS="--parts 'ranks-8.*'")
 #   make lint      check every source file as CI does
 #   make format    rewrite them as `make lint` wants them
 #   make install   only make $(VENV)
@@ -22,6 +24,7 @@ CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n \
 # Empty: install a wheel, as users get it; the sources are not used in place.
 EDITABLE ?= -e
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 DEMO_ARGS ?=
 BUILDIFIER_VERSION := 8.2.1
 
@@ -41,7 +44,7 @@ PY := jax_ep tests examples benchmarks
 BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
 	$(call sources,cc xla_ffi requirements $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
 
-.PHONY: demo test lint lint-python lint-types lint-cpp lint-bazel format \
+.PHONY: demo test test-gpu lint lint-python lint-types lint-cpp lint-bazel format \
 	install clean
 
 demo: $(VENV)/.installed
@@ -49,6 +52,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python tests/run_gpu.py $(GPU_ARGS)
 
 install: $(VENV)/.installed
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import jax
 
+from jax_ep.bounded_client import BoundedClient
+
 _HUNG_UP = "the process hung up"
 _METHODS = ("key_value_set", "blocking_key_value_get", "key_value_delete")
 
@@ -97,7 +99,8 @@ class Processes:
         self.me = me
         self.position = self.members.index(me)
         self.timeout_s = timeout_s
-        self._client = distributed_client() if client is None else client
+        client = distributed_client() if client is None else client
+        self._client = BoundedClient(client, timeout_s)
         self._names = names or {}
         self._last_key: str | None = None
         with _numbers_lock:
@@ -120,8 +123,13 @@ class Processes:
           RuntimeError: a process did not come in time; names it.
         """
         mine = self._key(what, self.me)
-        self._client.key_value_set(mine, json.dumps(value))
         deadline = time.monotonic() + self.timeout_s
+        try:
+            self._client.key_value_set(mine, json.dumps(value))
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                f"jax_ep.Communicator: {what}: JAX's distributed client failed: {error}"
+            ) from error
         found, missing = {self.me: value}, []
         for process in self.others:
             # Once the time is up, one quick look at each of the rest.

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import threading
+import time
 import types
 
 import jax
@@ -86,6 +88,37 @@ class TestProcesses:
             "a: process 4 waited 0.2 s for process 0, process 6, which did not come"
             in str(error.value)
         )
+
+    def test_a_service_that_does_not_answer(self):
+        """As where the network swallows what is sent."""
+        client, answer = Client(), threading.Event()
+
+        def silent(key, value):
+            answer.wait()
+
+        client.key_value_set = silent
+        start = time.monotonic()
+        with pytest.raises(
+            RuntimeError,
+            match=r"^jax_ep.Communicator: a: JAX's distributed client failed: JAX's "
+            r"service, which runs in process 0, did not answer within 0\.2 s$",
+        ):
+            processes([0, 1], 1, client).gather("a", 1)
+        assert time.monotonic() - start < 5
+        answer.set()
+
+    @pytest.mark.parametrize("name", ["key_value_set", "blocking_key_value_get"])
+    def test_a_service_that_is_gone(self, name):
+        def gone(*args):
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+
+        client = Client()
+        setattr(client, name, gone)
+        with pytest.raises(
+            RuntimeError,
+            match=r"failed.*: JAX's service, which runs in process 0: UNA",
+        ):
+            processes([0, 1], 1, client).gather("a", 1)
 
     def test_numbers_count_up_for_the_same_processes(self):
         first, other, second = (

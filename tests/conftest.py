@@ -48,6 +48,13 @@ def pytest_addoption(parser):
         help="ranks of a node: cuts communicators of native backends into nodes",
     )
 
+    parser.addoption(
+        "--num-sms",
+        type=int,
+        default=None,
+        help="multiprocessors of a GPU that a communicator uses (default: its own)",
+    )
+
 
 def strict_promotion():
     """Nothing is promoted unasked, here and in child processes: as JAX tests JAX."""
@@ -64,6 +71,7 @@ def pytest_configure(config):
 
     oracle.NODE_SIZE = config.getoption("--node-size")
     strict_promotion()
+    num_sms = config.getoption("--num-sms")
     if jax.distributed.is_initialized():
         # process_suite.py set JAX up; harness.py may only be imported then.
         import harness
@@ -76,6 +84,7 @@ def pytest_configure(config):
             harness.COMMUNICATOR_OPTIONS.update(
                 num_channels=1, staging_bytes=2 * 1024 * peers
             )
+        _set_num_sms(num_sms)
         return
     wanted = config.getoption("--platform")
     # JAX cannot be asked yet: what it finds is the flags' first use.
@@ -88,6 +97,16 @@ def pytest_configure(config):
     config.jax_ep_platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if wanted not in (None, config.jax_ep_platform):
         raise pytest.UsageError(f"--platform={wanted}, but JAX finds no such device")
+    _set_num_sms(num_sms)
+
+
+def _set_num_sms(num_sms):
+    if num_sms is None:
+        return
+    # harness.py may only be imported when JAX has been set up.
+    import harness
+
+    harness.COMMUNICATOR_OPTIONS["num_sms"] = num_sms
 
 
 def pytest_report_header(config):

@@ -25,7 +25,7 @@ from jax import lax
 import jax_ep
 from jax_ep import fused_primitives, ops
 
-RANKS = min(4, harness.most_ranks())
+RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
 ALIGNMENT = 8
 # Rows that move in 16-byte units by bulk copies, in such units, and in others.

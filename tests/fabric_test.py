@@ -65,6 +65,8 @@ def nvml(monkeypatch, module):
     if module is not None:
         bindings.nvml = module
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    # `from cuda.bindings import nvml` looks here too.
+    monkeypatch.delitem(sys.modules, "cuda.bindings.nvml", raising=False)
     yield
     assert module is None or module.open == 0
 

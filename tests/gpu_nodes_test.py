@@ -10,6 +10,7 @@ import signal
 import time
 
 import launch
+import mps
 import pytest
 from processes import run_script
 
@@ -98,7 +99,11 @@ def test_a_peer_node_is_killed(tmp_path):
 def test_lifetime(tmp_path):
     """Communicators come and go, and give the GPU's memory and all files back."""
     # NCCL's communicators leave some host memory behind: 4 to 6 MiB each were seen.
-    with job(tmp_path, "memory", **APART, node_size=1, host_mib=160) as nodes:
-        for log in nodes.wait(300):
-            print(log)
-            assert "END\n" in log, log
+    limits = {"limit_gib": mps.LIMIT_GIB}
+    with mps.service(gpus=len({ONE, OTHER}), **limits) as service:
+        place = APART | {"variables": APART["variables"] | service.variables}
+        options = {"node_size": 1, "host_mib": 160, **limits}
+        with job(tmp_path, "memory", **place, **options) as nodes:
+            for log in nodes.wait(300):
+                print(log)
+                assert "END\n" in log, log

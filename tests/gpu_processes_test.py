@@ -10,16 +10,14 @@ import signal
 import time
 
 import launch
+import mps
+import process_suite
 import pytest
 from training import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GPUS = launch.two_gpus()
-OPERATIONS = (
-    *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
-    "tests/plan_dispatch_test.py",
-)
 DIRECT = [["direct", "direct"], ["direct", "direct"]]
 STAGED = [["direct", "staged"], ["staged", "direct"]]
 SMALL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".03"}
@@ -118,29 +116,17 @@ def test_low_latency_process_that_never_calls(op, layout, tmp_path):
     assert 3 <= float(seconds) < 15
 
 
-@pytest.mark.parametrize(
-    ("variables", "staging"),
-    [
-        pytest.param(SMALL, [], id="direct"),
-        pytest.param(PLATFORM, [], id="staged"),
-        pytest.param(
-            PLATFORM,
-            ["--tiny-staging"],
-            id="tiny_staging",
-            marks=pytest.mark.gpu(count=2),
-        ),
-    ],
-)
-def test_operations_between_processes(variables, staging, tmp_path):
-    """The routing cases of every operation, by either path."""
-    arguments = ["-q", "--timeout=120", "-x", *staging, *OPERATIONS]
+@pytest.mark.gpu(count=2)
+def test_operations_between_processes(tmp_path):
+    """The routing cases over rings of two slots; gpu_ranks_test.py has the others."""
+    arguments = ["-q", "--timeout=120", "-x", "--tiny-staging"]
     with launch.Job(
         "process_suite.py",
         2,
         tmp_path,
         gpus=GPUS,
-        variables=variables,
-        arguments=arguments,
+        variables=PLATFORM,
+        arguments=[*arguments, *process_suite.OPERATIONS],
     ) as suite:
         logs = suite.wait(200)
     counts = [re.search(r"(\d+) passed", log).group(1) for log in logs]
@@ -194,7 +180,16 @@ def test_letting_go_does_not_wait_for_the_gpu(tmp_path):
 
 def test_lifetime(tmp_path):
     """Survives stops, closes with work in flight, gives all memory back."""
-    with job(tmp_path, "lifetime") as both:
+    limits = {"limit_gib": mps.LIMIT_GIB}
+    with (
+        mps.service(gpus=len(set(GPUS)), **limits) as service,
+        job(
+            tmp_path,
+            "lifetime",
+            options=limits,
+            variables=SMALL | service.variables,
+        ) as both,
+    ):
         both.wait_for(1, "runs", 60)
         for _ in range(2):
             both.send(1, signal.SIGSTOP)
@@ -224,7 +219,7 @@ def test_killed_inside_a_dispatch(tmp_path):
 
 def test_another_operation_on_one_rank(tmp_path):
     with job(tmp_path, "other_operation") as both:
-        logs = both.wait(60)
+        logs = both.wait(120)
     for rank, (op, log) in enumerate(zip(("dispatch", "combine"), logs)):
         assert re.search(
             rf"jax_ep {op} \(channel \d+\): rank {rank} waited 3\.0 s for the "
@@ -239,7 +234,7 @@ def test_other_sizes_on_one_rank(tmp_path):
     # other for ever where programs differ.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
     with job(tmp_path, "other_shapes", variables=SMALL | {"XLA_FLAGS": flags}) as both:
-        logs = both.wait(60)
+        logs = both.wait(120)
     # Who has trapped cannot answer the other any more, which has seen enough.
     assert any(
         re.search(

@@ -41,6 +41,11 @@ if PROCESSES > 1 or oracle.NODE_SIZE is not None:
 # Further arguments of every Communicator; conftest.py sets them.
 COMMUNICATOR_OPTIONS: dict[str, Any] = {}
 
+# Several processes may have a number of devices that is not in the table.
+RANKS = cases.RANKS
+if PROCESSES > 1:
+    RANKS = tuple(sorted({*RANKS, jax.device_count()}))
+
 PLAN_FIELDS = (
     "num_recv",
     "num_demand",
@@ -58,8 +63,13 @@ on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def most_ranks() -> int:
-    """The largest of cases.RANKS that this machine has devices for."""
-    return max(r for r in cases.RANKS if r <= jax.device_count())
+    """The largest of RANKS that this machine has devices for."""
+    return max(r for r in RANKS if r <= jax.device_count())
+
+
+def few_ranks() -> int:
+    """4, or as many as there are; where there are more processes, one for each."""
+    return max(min(4, most_ranks()), PROCESSES)
 
 
 def _combinations(table):
@@ -73,7 +83,7 @@ def _combinations(table):
         shares = case.program in programs or case is cases.CASES[0]
         programs.add(case.program)
         for backend in BACKENDS:
-            for ranks in cases.RANKS:
+            for ranks in RANKS:
                 if backend != "xla" or shares or ranks in (3, most_ranks()):
                     yield pytest.param(
                         backend, case, ranks, id=f"{backend}-{case}-{ranks}"

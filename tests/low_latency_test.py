@@ -145,7 +145,7 @@ def test_every_case(backend, case, ranks, layout):
     ],
 )
 def test_row_sizes_and_dtypes(backend, hidden, dtype, layout):
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     ids = cases.holes(ranks, 9, 4, 4 * ranks).astype(np.int32)
     check(backend, ids, 4 * ranks, layout, hidden=hidden, dtype=dtype, spare=0)
 
@@ -169,7 +169,7 @@ def quantized(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("hidden", [136, 2880])
 def test_fp8(backend, layout, hidden, dtype):
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     experts = 4 * ranks - 1
     ids = cases.holes(ranks, 7, 3, experts).astype(np.int32)
     over = buffer(backend, ranks, 10, experts, hidden, dtype)
@@ -206,7 +206,7 @@ def test_fp8(backend, layout, hidden, dtype):
 @harness.on_each_backend
 def test_many_shapes_share_a_buffer(backend):
     """Several T and K in one program, whose order is theirs alone."""
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     comm, experts = harness.communicator(backend, ranks), 2 * ranks
     over = buffer(backend, ranks, 12, experts)
     shapes = [(12, 2), (1, 4), (7, 1), (12, 3), (5, 2)]
@@ -243,7 +243,7 @@ def test_many_shapes_share_a_buffer(backend):
 @harness.on_each_backend
 def test_handles_outlive_each_other(backend, layout):
     """Three dispatches, then their combines in another order, under scan."""
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     experts, tokens, steps = 2 * ranks, 6, 3
     over = buffer(backend, ranks, tokens, experts)
     ids = np.stack(
@@ -288,7 +288,7 @@ def test_handles_outlive_each_other(backend, layout):
 
 
 def run_exact_pairs(backend, layout, steps, idle):
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     over = buffer(backend, ranks, 8, 3 * ranks, 1040)
     x, weights = low_latency_steps.inputs(ranks, 8, 1040)
     delays = (cases.mix(9, *cases.grid(ranks, 16)) % np.uint64(40)).astype(np.int32)
@@ -326,7 +326,7 @@ def test_idle_ranks_and_random_delays(backend, layout):
 
 @harness.on_each_backend
 def test_vmap_is_one_call_after_the_other(backend):
-    ranks = min(4, harness.most_ranks())
+    ranks = harness.few_ranks()
     experts = 2 * ranks
     over = buffer(backend, ranks, 5, experts)
     ids = np.stack(

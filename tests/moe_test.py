@@ -17,7 +17,7 @@ from jax import lax
 
 import jax_ep
 
-RANKS = min(4, harness.most_ranks())
+RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
 HIDDEN, INNER = 6, 5
 # Cases whose programs plain JAX compiles; the first 14 share one.

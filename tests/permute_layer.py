@@ -10,7 +10,7 @@ from jax import lax
 
 import jax_ep
 
-RANKS = min(4, harness.most_ranks())
+RANKS = harness.few_ranks()
 TOKENS, TOP_K, HIDDEN, EXPERTS, ALIGNMENT = 6, 3, 5, 2 * RANKS + 1, 4
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import jax_ep
 
-RANKS = min(4, harness.most_ranks())
+RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
 ROWS = {
     "bfloat16[9]": ((9,), ml_dtypes.bfloat16),

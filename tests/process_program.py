@@ -106,7 +106,7 @@ def leave(*, together=False):
     JAX ends every process whose process 0 has left: `together` has it wait.
     """
     if together:
-        bootstrap.distributed_client().wait_at_barrier("leave", 20_000)
+        bootstrap.distributed_client().wait_at_barrier("leave", 60_000)
         if jax.process_index() == 0:
             time.sleep(0.5)
     say("END")

@@ -12,6 +12,7 @@ import sys
 import time
 
 import launch
+import process_suite
 import pytest
 import training
 import xla_flags
@@ -19,22 +20,7 @@ from training import train
 
 # JAX's own messages to stderr are not ours to judge; errors are.
 pytestmark = pytest.mark.timeout(600)
-OPERATIONS = (
-    "tests/plan_test.py",
-    "tests/dispatch_test.py",
-    "tests/combine_test.py",
-    "tests/faults_test.py",
-)
-REPEATED = ("tests/repetition_test.py",)
-# What crosses processes in a layer: dispatch and combine around native code that
-# does not, forward and backward. The rest of these files puts global arrays of one
-# process into its programs.
-EXPERTS = ("tests/permute_test.py", "tests/moe_test.py", "tests/fp8_test.py")
-ACROSS = (
-    "(test_every_case and 8 and not 128 and not plain) or dropped or dtype_and_row "
-    "or float64 or overflow or choice_to_choice or scan_and_remat or trees or at_hand "
-    "or arrive"
-)
+OPERATIONS = (*process_suite.OPERATIONS[:3], "tests/faults_test.py")
 
 
 def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options):
@@ -61,9 +47,9 @@ def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options)
 @pytest.mark.parametrize(
     ("processes", "devices", "files"),
     [
-        pytest.param(2, 2, OPERATIONS + REPEATED, id="2x2"),
+        pytest.param(2, 2, OPERATIONS + process_suite.REPEATED, id="2x2"),
         pytest.param(4, 2, OPERATIONS, id="4x2", marks=pytest.mark.slow),
-        pytest.param(4, 1, OPERATIONS[:1] + REPEATED, id="4x1"),
+        pytest.param(4, 1, OPERATIONS[:1] + process_suite.REPEATED, id="4x1"),
     ],
 )
 def test_operations_between_processes(processes, devices, files, staging, tmp_path):
@@ -79,18 +65,12 @@ def test_as_many_ranks_as_an_nvlink_domain_has(processes, devices, tmp_path):
 
 
 def test_experts_between_processes(tmp_path):
-    assert run_suite(*EXPERTS, "-k", ACROSS, place=(2, 2), logs=tmp_path) > 60
+    what = (*process_suite.EXPERTS, "-k", process_suite.ACROSS)
+    assert run_suite(*what, place=(2, 2), logs=tmp_path) > 60
 
 
 def test_low_latency_between_processes(tmp_path):
-    """Buffers over processes; every case, and many steps with idle ranks."""
-    passed = run_suite(
-        "tests/low_latency_test.py",
-        "-k",
-        "every_case or fp8 or share or outlive or pairs or idle",
-        place=(2, 2),
-        logs=tmp_path,
-    )
+    passed = run_suite(*process_suite.LOW_LATENCY, place=(2, 2), logs=tmp_path)
     assert passed > 100
 
 
