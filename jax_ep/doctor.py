@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, fabric, gpu_memory, native, reach
+from jax_ep import bootstrap, fabric, gpu_memory, links, native, reach
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -117,9 +117,9 @@ def check_host(report: Report) -> None:
     report.fact("processes in this job", jax.process_count())
     report.fact("cores this process may use", len(os.sched_getaffinity(0)))
     try:
-        memory = bootstrap.create_shared_memory(1 << 20, b"doctor")
+        memory = links.create_shared_memory(1 << 20, b"doctor")
         os.close(memory)
-        bootstrap.Links().close()
+        links.Links().close()
         report.fact("shared memory and sockets", "work")
     except OSError as error:
         report.problem(

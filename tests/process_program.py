@@ -205,7 +205,9 @@ class TwoHosts:
         }
         fabric.note = lambda devices: {"domain": domain, "problem": no_handles}
         reach.why_not_cuda = lambda groups: None
-        reach.why_not_between = lambda groups, processes: processes.agree("asked", None)
+        reach.places = lambda groups, processes: {}
+        reach.why_not_between = lambda groups, where, processes: None
+        reach.why_torn = lambda groups, where: None
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
         window_memory.free_bytes = lambda groups: 1 << 40
@@ -215,9 +217,7 @@ class TwoHosts:
         self.nodes, self.near = groups, processes.members
         self.sockets = sockets(processes, links)
         problem = "broken" if processes.me in self.problems else None
-        problem = processes.agree("memory", problem)
-        if problem:
-            raise peer_memory.CannotWork(problem)
+        processes.gather("memory", None, problem)
         return peer_memory.CudaMemory(lambda: self.released.append("node"), 1)
 
     def set_up_windows(self, identity, groups, size, *, processes, links, **_):
