@@ -169,7 +169,9 @@ class _Door:
             def all_there() -> bool:
                 return self._arrived.keys() >= set(processes)
 
-            if not self._changed.wait_for(all_there, max(0, deadline - time.monotonic())):
+            if not self._changed.wait_for(
+                all_there, max(0, deadline - time.monotonic())
+            ):
                 lacking = [p for p in processes if p not in self._arrived]
                 reason = f"no call from process {', '.join(map(str, lacking))}"
                 raise TimeoutError(reason)
@@ -193,10 +195,10 @@ class _Door:
                     return
                 # Out of descriptors, say: strangers have to go first.
                 with contextlib.suppress(OSError):
-                    if key.fileobj is self._listener:
+                    if key.data is None:
                         self._open()
                     else:
-                        self._listen_to(key.fileobj)
+                        self._listen_to(key.data)
 
     def _open(self) -> None:
         try:
@@ -211,7 +213,7 @@ class _Door:
             return
         link.setblocking(False)
         self._strangers[link] = b""
-        self._events.register(link, selectors.EVENT_READ)
+        self._events.register(link, selectors.EVENT_READ, data=link)
 
     def _listen_to(self, link: socket.socket) -> None:
         said = self._strangers[link]
@@ -228,11 +230,11 @@ class _Door:
         del self._strangers[link]
         if len(said) == _HELLO.size:
             process, secret = _HELLO.unpack(said)
+            is_ours = secrets.compare_digest(secret, self._secret)
             with self._changed:
-                if secrets.compare_digest(secret, self._secret):
-                    if self._arrived.setdefault(process, link) is link:
-                        self._changed.notify_all()
-                        return
+                if is_ours and self._arrived.setdefault(process, link) is link:
+                    self._changed.notify_all()
+                    return
         link.close()
 
 

@@ -78,7 +78,9 @@ class TestDistributedClient:
 
         client = types.SimpleNamespace(key_value_set=None, key_value_delete=None)
         monkeypatch.setattr(distributed.global_state, "client", client)
-        with pytest.raises(RuntimeError, match="lacks blocking_key_value_get, key_value_dir_get"):
+        with pytest.raises(
+            RuntimeError, match="lacks blocking_key_value_get, key_value_dir_get"
+        ):
             bootstrap.distributed_client()
 
 

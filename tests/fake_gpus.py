@@ -334,7 +334,6 @@ class Nvml:
     """
 
     NvmlError = NvmlError
-    _LINKS = {2: "without_nvlink", 3: "without_atomics"}
 
     def __init__(self, without_nvlink=(), without_atomics=(), unknown=()):
         self.without_nvlink = set(without_nvlink)
@@ -356,5 +355,5 @@ class Nvml:
 
     def device_get_p2p_status(self, one, other, asked):
         assert self.open > 0
-        lacking = getattr(self, self._LINKS[asked])
+        lacking = {2: self.without_nvlink, 3: self.without_atomics}[asked]
         return 5 if {(one, other), (other, one)} & lacking else 0

@@ -173,9 +173,12 @@ class TestStrangers:
 
     def test_who_does_not_say_enough_in_time(self):
         """The deadline is one for all: strangers do not prolong it."""
-        with contextlib.closing(Links()) as one, call(one):
-            with pytest.raises(TimeoutError, match="no call from process 1, 2"):
-                one._door.callers((1, 2), 0)
+        with (
+            contextlib.closing(Links()) as one,
+            call(one),
+            pytest.raises(TimeoutError, match="no call from process 1, 2"),
+        ):
+            one._door.callers((1, 2), 0)
 
     def test_a_full_queue_is_waited_for(self):
         """As long as nobody accepts; then the call comes through."""

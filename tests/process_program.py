@@ -168,11 +168,11 @@ def fail_at(step, act, when="before"):
     """The set-up's so-many-th step has `act` called before or after it."""
     gather, steps = bootstrap.Processes.gather, itertools.count(1)
 
-    def counted(self, *arguments):
+    def counted(self, what, value, problem=None):
         its = next(steps) == step
         if its and when == "before":
             act()
-        found = gather(self, *arguments)
+        found = gather(self, what, value, problem)
         if its and when == "after":
             act()
         return found
@@ -219,7 +219,7 @@ def fails_at_each_step(when, node_size):
     options = {"node_size": int(node_size)} if int(node_size) else {}
     with communicator(**options):  # what JAX starts at first sight stays
         pass
-    before, its = held(), jax.process_index() == 1
+    before, its, error = held(), jax.process_index() == 1, None
     for step in range(1, 100):
         gather = fail_at(step if its else 0, act, when)
         comm, error = None, None

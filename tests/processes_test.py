@@ -143,9 +143,7 @@ def test_killed_inside_set_up(tmp_path):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("processes", "node_size"), [(2, 0), (3, 2)])
 def test_fails_in_one_process_at_each_step(processes, node_size, when, tmp_path):
-    logs = run(
-        "fails_at_each_step", tmp_path, when, node_size, processes=processes
-    )
+    logs = run("fails_at_each_step", tmp_path, when, node_size, processes=processes)
     (steps,) = {re.search(r"STEPS (\d+)", log).group(1) for log in logs}
     assert int(steps) > 6
 

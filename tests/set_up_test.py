@@ -23,7 +23,7 @@ import shared_gpu_memory_test as gpus
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import bootstrap, communicator, fabric, gpu_memory, native, nvml, reach
+from jax_ep import bootstrap, communicator, fabric, gpu_memory, native, nvml
 
 _here = threading.local()
 
@@ -63,7 +63,7 @@ class Module(gpus.Module):
     def new_rail(self):
         return os.urandom(128)
 
-    def connect_rails(self, identity, places, timeout_s):
+    def connect_rails(self, identity, places, timeout_s) -> str:
         self.registered.append(("rails", identity))
         return ""
 
@@ -178,9 +178,7 @@ def in_threads(monkeypatch):
     gather = bootstrap.Processes.gather
 
     def step(self, what, *arguments):
-        return _here.process.step(
-            self, what, lambda: gather(self, what, *arguments)
-        )
+        return _here.process.step(self, what, lambda: gather(self, what, *arguments))
 
     monkeypatch.setattr(bootstrap.Processes, "gather", step)
 
@@ -241,6 +239,7 @@ EACH = pytest.mark.parametrize(
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_failure_at_each_step(count, near, body, failing, when):
+    its = None
     for step in itertools.count(1):
         job = Job(count, near)
         outcomes = job.run(body, (step, when), failing)
@@ -311,8 +310,8 @@ def test_rails_that_do_not_connect():
     job = Job(4, 2)
     connect = job.processes[1].module.connect_rails
 
-    def fail(*arguments):
-        connect(*arguments)
+    def fail(identity, places, timeout_s) -> str:
+        connect(identity, places, timeout_s)
         raise Injected
 
     job.processes[1].module.connect_rails = fail

@@ -32,7 +32,15 @@ from fake_gpus import (
     fabric_files,
 )
 
-from jax_ep import bootstrap, gpu_memory, native, nvml, peer_memory, reach, window_memory
+from jax_ep import (
+    bootstrap,
+    gpu_memory,
+    native,
+    nvml,
+    peer_memory,
+    reach,
+    window_memory,
+)
 from jax_ep.links import Links
 
 CONTROL, STAGING = 1000, 4096

@@ -1,4 +1,4 @@
-"""As another user: calls a socket of somebody else's set-up again and again, and keeps every call."""
+"""As another user: calls the socket of a set-up again and again, and keeps calls."""
 
 import os
 import socket
