@@ -86,7 +86,8 @@ class LowLatencyBuffer(Held):
           TypeError, ValueError: a bad argument, one that differs between processes,
             a communicator of several nodes, or a size that does not fit; the message
             names the largest max_tokens.
-          RuntimeError: the communicator is closed; or a process did not come.
+          RuntimeError: the communicator is closed; a process did not come or failed;
+            or NVLink does not join all GPUs.
         """
         if not isinstance(comm, Communicator):
             raise TypeError(

@@ -60,6 +60,8 @@ def links(pairs: Sequence[Pair]) -> tuple[Mapping[Pair, Link], str | None]:
       The link of each pair that NVML knows, and why others are missing.
     """
     found: dict[Pair, Link] = {}
+    if not pairs:
+        return found, None
     nvml = bindings()
     if nvml is None:
         return found, "NVML can be asked of cuda-bindings from 12.9.6 or 13.2 on"

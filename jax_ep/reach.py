@@ -87,7 +87,7 @@ def why_not_between(
             "jax_ep.Communicator: nobody can say whether NVLink joins devices "
             f"{_some(pairs)}, without which rows may come out wrong: "
             f"{'; '.join(reasons)}",
-            stacklevel=6,
+            stacklevel=5,
         )
     return None
 
@@ -161,7 +161,7 @@ def _ask_between(groups: Groups, where: Places) -> tuple[str | None, _Asked]:
     for kind, missing in pairs_out_of_reach(driver, list(seen)):
         lacking = _some([seen[pair] for pair in missing])
         return f"no {kind} between devices {lacking}", nothing
-    links, reason = nvml.links(list(hidden)) if hidden else ({}, None)
+    links, reason = nvml.links(list(hidden))
     if missing := [hidden[pair] for pair, link in links.items() if not link.atomics]:
         kinds = "NVLink and no atomic operations"
         return f"no {kinds} between devices {_some(missing)}", nothing
