@@ -163,6 +163,7 @@ class Communicator(Held):
                 except bootstrap.CannotWork as error:
                     problem = str(error)
                     self._node = self._rail = None
+                    self._memory_bytes, self._exported = 0, frozenset()
             if backend is not None:
                 raise RuntimeError(
                     f"jax_ep.Communicator: backend {choice!r} cannot work here: "

@@ -13,6 +13,7 @@ import gc
 import itertools
 import os
 import threading
+import warnings
 
 import fake_gpus
 import fake_service
@@ -68,7 +69,9 @@ class Module(gpus.Module):
         return ""
 
     def release_rails(self, identity):
-        self.registered.remove(("rails", identity))
+        # The registry does not mind an id that is not there.
+        if ("rails", identity) in self.registered:
+            self.registered.remove(("rails", identity))
 
 
 class Injected(Exception):
@@ -319,3 +322,20 @@ def test_rails_that_do_not_connect():
     for one in outcomes:
         assert "process 1 (rank 1): Injected: " in str(one)
     let_go(job, outcomes)
+
+
+def test_what_falls_back_holds_nothing_of_what_did_not_work():
+    job = Job(4, 2)
+    job.processes[2].module.connect_rails = lambda *_: "no route"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = job.run(lambda mesh, timeout_s: jax_ep.Communicator(mesh, "ep"))
+    for comm in made:
+        assert (comm.backend, comm.num_nodes, comm.node_size) == ("xla", 1, 4)
+        assert (comm._node, comm._rail) == (None, None)
+        assert comm.describe()["memory_bytes"] == 0
+    assert len(caught) == 4
+    reason = "process 2 (rank 2): no route (NCCL 22800; NCCL_DEBUG=INFO tells more)"
+    assert all(str(one.message).endswith(reason) for one in caught)
+    job.assert_nothing_left()
+    let_go(job, made)
