@@ -64,7 +64,7 @@ class Module(gpus.Module):
     def new_rail(self):
         return os.urandom(128)
 
-    def connect_rails(self, identity, places, timeout_s) -> str:
+    def connect_rails(self, identity, places, *seconds) -> str:
         self.registered.append(("rails", identity))
         return ""
 
@@ -107,8 +107,8 @@ class Process:
 class Job:
     """So many processes, `near` of them on each host, in one mesh axis."""
 
-    def __init__(self, count, near, timeout_s=60.0):
-        self.timeout_s = timeout_s
+    def __init__(self, count, near, setup_timeout_s=60.0):
+        self.setup_timeout_s = setup_timeout_s
         service = fake_service.Service()
         self.processes = [Process(p, service, p // near) for p in range(count)]
         self.devices = [fake_gpus.Gpu(p, p, 0) for p in range(count)]
@@ -125,7 +125,7 @@ class Job:
             process.fail_at = fail_at if process.number == failing else None
             process.client.requests.clear()
             try:
-                return body(mesh, self.timeout_s)
+                return body(mesh, self.setup_timeout_s)
             except BaseException as error:
                 return error.with_traceback(None)
 
@@ -194,15 +194,17 @@ def no_file_stays_open(in_threads):
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def set_up(mesh, timeout_s):
-    return jax_ep.Communicator(mesh, "ep", backend="cuda", timeout_s=timeout_s)
+def set_up(mesh, setup_timeout_s):
+    return jax_ep.Communicator(
+        mesh, "ep", backend="cuda", setup_timeout_s=setup_timeout_s
+    )
 
 
-def set_up_buffer(mesh, timeout_s):
+def set_up_buffer(mesh, setup_timeout_s):
     """A buffer of a communicator that nothing happens to."""
     process = _here.process
     fail_at, process.fail_at = process.fail_at, None
-    comm = set_up(mesh, timeout_s)
+    comm = set_up(mesh, setup_timeout_s)
     process.steps_of_communicator, process.steps = process.steps, 0
     process.fail_at = fail_at
     try:
@@ -224,7 +226,7 @@ def let_go(job, outcomes):
 
 def test_requests_of_256_processes():
     """32 hosts with 8 GPUs each: all that set-up can have to say."""
-    job = Job(256, 8, timeout_s=280.0)
+    job = Job(256, 8, setup_timeout_s=280.0)
     made = job.run(set_up)
     assert [(comm.num_nodes, comm.node_size) for comm in made] == [(32, 8)] * 256
     assert job.requests() < 10_000
@@ -313,8 +315,8 @@ def test_rails_that_do_not_connect():
     job = Job(4, 2)
     connect = job.processes[1].module.connect_rails
 
-    def fail(identity, places, timeout_s) -> str:
-        connect(identity, places, timeout_s)
+    def fail(identity, places, *seconds) -> str:
+        connect(identity, places, *seconds)
         raise Injected
 
     job.processes[1].module.connect_rails = fail
@@ -326,10 +328,14 @@ def test_rails_that_do_not_connect():
 
 def test_what_falls_back_holds_nothing_of_what_did_not_work():
     job = Job(4, 2)
-    job.processes[2].module.connect_rails = lambda *_: "no route"
+
+    def no_route(identity, places, *seconds) -> str:
+        return "no route"
+
+    job.processes[2].module.connect_rails = no_route
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = job.run(lambda mesh, timeout_s: jax_ep.Communicator(mesh, "ep"))
+        made = job.run(lambda mesh, setup_timeout_s: jax_ep.Communicator(mesh, "ep"))
     for comm in made:
         assert (comm.backend, comm.num_nodes, comm.node_size) == ("xla", 1, 4)
         assert (comm._node, comm._rail) == (None, None)
