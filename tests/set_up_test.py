@@ -305,10 +305,11 @@ def test_a_failure_inside_a_step(count, near, body, where, name):
     if not calls:
         assert not any(isinstance(one, BaseException) for one in outcomes), outcomes
         return
-    assert isinstance(outcomes[1], Injected)
-    for one in outcomes[:1] + outcomes[2:]:
+    # Where a step keeps errors to tell them, all raise the same.
+    assert isinstance(outcomes.pop(1), (Injected, RuntimeError))
+    for one in outcomes:
         assert isinstance(one, RuntimeError)
-        assert f"failed: Injected: {name}" in str(one)
+        assert f"Injected: {name}" in str(one)
 
 
 def test_rails_that_do_not_connect():
