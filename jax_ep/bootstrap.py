@@ -1,39 +1,48 @@
-"""How processes find each other, compare notes and connect, outside any program.
+"""How processes compare notes, outside any program.
 
-Notes go through the key-value store of JAX's distributed client. Processes of
-one host then hold a Unix socket for each pair: it carries file descriptors
-(shared memory, exported GPU memory) at set-up, and its hang-up tells at once
-that a process is gone.
+Notes go through the key-value store of JAX's distributed client, step by step. In
+each step everybody leaves a note, the first process collects them and leaves one
+answer that all others read: 2 P requests and a few, where everybody reading
+everybody's would take P^2. `links` connects processes of one host by sockets.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
+import copy
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
-import secrets
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jax_ep.bounded_client import BoundedClient
 
-_HUNG_UP = "the process hung up"
-_METHODS = ("key_value_set", "blocking_key_value_get", "key_value_delete")
+_METHODS = (
+    "key_value_set",
+    "blocking_key_value_get",
+    "key_value_dir_get",
+    "key_value_delete",
+)
+# How often the process that collects looks whether somebody has given up while
+# it waits for another.
+_LOOK_EVERY_S = 1.0
 
 # Set-ups so far over the same processes; equal on all of them, because they
 # create their communicators in the same order.
 _numbers: dict[tuple[int, ...], itertools.count] = {}
 _numbers_lock = threading.Lock()
+
+
+class CannotWork(RuntimeError):
+    """A backend cannot work here, with the reason; the same on all processes."""
 
 
 def distributed_client() -> Any:
@@ -67,14 +76,156 @@ def distributed_client() -> Any:
     return client
 
 
+@dataclasses.dataclass
+class _Conversation:
+    """What the processes of one set-up say to each other, step by step.
+
+    Attributes:
+      client: JAX's distributed client.
+      members: JAX's process indices, ascending; the first collects.
+      me: this process's.
+      number: how many conversations these processes had before.
+      timeout_s: how long a step waits for the others.
+      name: what errors call a process.
+      next_step: whose note, at the first whose answer, this process has not left.
+      is_over: no step can follow, and all members hear so.
+    """
+
+    client: Any
+    members: tuple[int, ...]
+    me: int
+    number: int
+    timeout_s: float
+    name: Callable[[int], str]
+    next_step: int = 0
+    is_over: bool = False
+
+    def step(self, what: str, value: Any) -> dict[int, Any]:
+        """Everybody's `value` (JSON) by process. Collective."""
+        step, deadline = self.next_step, time.monotonic() + self.timeout_s
+        try:
+            self._set(step, self.me, {"what": what, "value": value})
+            if self.me == self.members[0]:
+                answer = self._collect(step, what, deadline)
+                self._set(step, "all", answer)
+                self.next_step += 1
+                if step > 0 and "problem" not in answer:
+                    # Everybody came, so everybody has read the step before.
+                    self.client.key_value_delete(self._key(step - 1))
+            else:
+                self.next_step += 1
+                answer = self._read(step, what, deadline)
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                f"jax_ep.Communicator: {what}: JAX's distributed client failed: {error}"
+            ) from error
+        if "problem" in answer:
+            self.is_over = True
+            raise RuntimeError(f"jax_ep.Communicator: {what}: {answer['problem']}")
+        return {int(process): its for process, its in answer["values"].items()}
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells all members in their next step that this process has failed."""
+        if self.is_over:
+            return
+        self.is_over = True
+        problem = f"{type(error).__name__}: {error}"
+        # Without JAX's service the others hear nothing, and time out.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self.me == self.members[0]:
+                told = {"problem": self._failed({self.me: problem})}
+                self._set(self.next_step, "all", told)
+            else:
+                self._set(self.next_step, self.me, {"failed": problem})
+
+    def _collect(self, step: int, what: str, deadline: float) -> dict[str, Any]:
+        """The answer to all, from everybody's notes."""
+        missing = list(self.members[1:])
+        while True:
+            left = deadline - time.monotonic()
+            if missing and left > 0:
+                # Who is asked last has often come last.
+                self._wait(self._key(step, missing[-1]), min(left, _LOOK_EVERY_S))
+            notes = self._notes(step)
+            failed = {p: n["failed"] for p, n in notes.items() if "failed" in n}
+            if failed:
+                return {"problem": self._failed(failed)}
+            elsewhere = {p: n["what"] for p, n in notes.items() if n["what"] != what}
+            if elsewhere:
+                return {"problem": self._apart({self.me: what, **elsewhere})}
+            missing = [p for p in self.members if p not in notes]
+            if not missing:
+                return {"values": {p: n["value"] for p, n in notes.items()}}
+            if left <= 0:
+                return {"problem": self._late(missing)}
+
+    def _read(self, step: int, what: str, deadline: float) -> dict[str, Any]:
+        """The first member's answer."""
+        left = max(deadline - time.monotonic(), 0.001)
+        text = self._wait(self._key(step, "all"), left)
+        if text is not None:
+            return json.loads(text)
+        notes = self._notes(step)
+        missing = [p for p in self.members if p not in notes]
+        problem = self._late(missing or list(self.members[:1]))
+        raise RuntimeError(f"jax_ep.Communicator: {what}: {problem}")
+
+    def _wait(self, key: str, seconds: float) -> str | None:
+        """What stands there, None where nothing does in time."""
+        try:
+            return self.client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    def _notes(self, step: int) -> dict[int, dict[str, Any]]:
+        found = {
+            key.rpartition("/")[2]: text
+            for key, text in self.client.key_value_dir_get(self._key(step))
+        }
+        return {p: json.loads(found[str(p)]) for p in self.members if str(p) in found}
+
+    def _set(self, step: int, whose: int | str, note: Mapping[str, Any]) -> None:
+        self.client.key_value_set(self._key(step, whose), json.dumps(note))
+
+    def _key(self, step: int, *whose: int | str) -> str:
+        members = "-".join(map(str, self.members))
+        return "/".join(map(str, ("jax_ep", members, self.number, step, *whose)))
+
+    def _failed(self, problems: Mapping[int, str]) -> str:
+        told = [f"{self.name(p)} failed: {text}" for p, text in problems.items()]
+        return "; ".join(told)
+
+    def _late(self, missing: Sequence[int]) -> str:
+        names = ", ".join(map(self.name, missing))
+        return (
+            f"{self.name(self.me)} waited {self.timeout_s:.1f} s for {names}, which "
+            f"did not come; {self._order()}"
+        )
+
+    def _apart(self, steps: Mapping[int, str]) -> str:
+        places = ", ".join(
+            f"{self.name(p)} at {what!r}" for p, what in sorted(steps.items())
+        )
+        return f"processes are at different steps: {places}; {self._order()}"
+
+    def _order(self) -> str:
+        return (
+            "every process creates and closes its communicators in the same order, "
+            f"and this is number {self.number} over processes "
+            f"{', '.join(map(str, self.members))}"
+        )
+
+
 class Processes:
-    """The processes of one communicator, seen from one of them.
+    """The processes of one communicator, or a part of them, seen from one.
 
     Attributes:
       members: JAX's process indices, ascending.
       me: this process's.
       position: where this process stands in `members`.
-      number: how many communicators these processes had set up before.
+      timeout_s: how long to wait for the others each time.
     """
 
     def __init__(
@@ -97,15 +248,20 @@ class Processes:
         """
         self.members = tuple(sorted(members))
         self.me = me
-        self.position = self.members.index(me)
         self.timeout_s = timeout_s
-        client = distributed_client() if client is None else client
-        self._client = BoundedClient(client, timeout_s)
         self._names = names or {}
-        self._last_key: str | None = None
+        client = distributed_client() if client is None else client
+        client = BoundedClient(client, timeout_s)
         with _numbers_lock:
-            numbers = _numbers.setdefault(self.members, itertools.count())
-            self.number = next(numbers)
+            number = next(_numbers.setdefault(self.members, itertools.count()))
+        self._conversation = _Conversation(
+            client, self.members, me, number, timeout_s, self.name
+        )
+
+    @property
+    def position(self) -> int:
+        """Where this process stands in `members`."""
+        return self.members.index(self.me)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -116,64 +272,69 @@ class Processes:
         """What errors call a process."""
         return self._names.get(process, f"process {process}")
 
-    def gather(self, what: str, value: Any) -> dict[int, Any]:
+    def part(self, members: Sequence[int]) -> Processes:
+        """Some of the processes, this one among them, in the same conversation.
+
+        What the part does, all do in step: each in the part that it is in. A problem
+        of one is everybody's.
+        """
+        part = copy.copy(self)
+        part.members = tuple(sorted(members))
+        return part
+
+    def gather(
+        self, what: str, value: Any, problem: str | None = None
+    ) -> dict[int, Any]:
         """Everybody's `value` (JSON) by process. Collective.
 
+        Args:
+          what: the name of this step.
+          value: this process's.
+          problem: why this process cannot go on.
+
         Raises:
-          RuntimeError: a process did not come in time; names it.
+          CannotWork: somebody has a problem; has all of them.
+          RuntimeError: a process did not come in time, which is named, or has
+            failed, or is at another step.
         """
-        mine = self._key(what, self.me)
-        deadline = time.monotonic() + self.timeout_s
-        try:
-            self._client.key_value_set(mine, json.dumps(value))
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(
-                f"jax_ep.Communicator: {what}: JAX's distributed client failed: {error}"
-            ) from error
-        found, missing = {self.me: value}, []
-        for process in self.others:
-            # Once the time is up, one quick look at each of the rest.
-            left = max(deadline - time.monotonic(), 0.05)
-            try:
-                text = self._client.blocking_key_value_get(
-                    self._key(what, process), max(1, int(left * 1000))
-                )
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise RuntimeError(
-                        f"jax_ep.Communicator: {what}: JAX's distributed client "
-                        f"failed while waiting for {self.name(process)}: {error}"
-                    ) from error
-                missing.append(self.name(process))
-            else:
-                found[process] = json.loads(text)
-        if missing:
-            raise RuntimeError(
-                f"jax_ep.Communicator: {what}: {self.name(self.me)} waited "
-                f"{self.timeout_s:.1f} s for {', '.join(missing)}, which did not "
-                "come; every process creates and closes its communicators in the "
-                f"same order, and this is number {self.number} over processes "
-                f"{', '.join(map(str, self.members))}"
-            )
-        # Everybody published this note, so everybody has read the one before.
-        if self._last_key is not None:
-            self._client.key_value_delete(self._last_key)
-        self._last_key = mine
-        return dict(sorted(found.items()))
+        notes = self._conversation.step(what, [value, problem])
+        told = [f"{self.name(p)}: {text}" for p, (_, text) in notes.items() if text]
+        if told:
+            raise CannotWork("; ".join(told))
+        return {process: notes[process][0] for process in self.members}
 
     def agree(self, what: str, problem: str | None) -> str | None:
         """None where nobody has a problem, else all of them. Collective."""
-        problems = self.gather(what, problem)
-        told = [f"{self.name(p)}: {text}" for p, text in problems.items() if text]
-        return "; ".join(told) or None
+        try:
+            self.gather(what, None, problem)
+        except CannotWork as error:
+            return str(error)
+        return None
 
     def barrier(self, what: str) -> None:
         """Returns when every process has come. Raises as `gather` does."""
         self.gather(what, None)
 
-    def _key(self, what: str, process: int) -> str:
-        members = "-".join(map(str, self.members))
-        return f"jax_ep/{members}/{self.number}/{what}/{process}"
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What fails in its block in one process, in any way, fails in all.
+
+        The others hear of it in their next step, so a block ends with a step
+        (`barrier`) behind all that may fail. Each process itself gives back what it
+        has; what all raise alike needs no other word.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._conversation.give_up(error)
+            raise
+
+
+def all_or_none(
+    processes: Processes | None,
+) -> contextlib.AbstractContextManager[None]:
+    """`processes.all_or_none()`, where there are any."""
+    return contextlib.nullcontext() if processes is None else processes.all_or_none()
 
 
 def compare_arguments(
@@ -198,9 +359,6 @@ def compare_arguments(
             )
 
 
-# Hosts and sockets ------------------------------------------------------------
-
-
 def host_identity() -> dict[str, Any]:
     """What two processes of one host have in common, as far as can be told.
 
@@ -213,222 +371,3 @@ def host_identity() -> dict[str, Any]:
         "host": socket.gethostname(),
         "uid": os.getuid(),
     }
-
-
-class Links:
-    """A socket to every other process of the host, both ends the same user's.
-
-    Sockets are abstract: no file remains, whatever kills a process.
-
-    Attributes:
-      sockets: by process.
-    """
-
-    def __init__(self) -> None:
-        """Listens; the others learn where from `address`."""
-        self.sockets: dict[int, socket.socket] = {}
-        self._token = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0jax_ep-{self._token}")
-        self._listener.listen(1024)
-
-    @property
-    def host(self) -> dict[str, Any]:
-        """What the others need to connect to this process."""
-        return {**host_identity(), "address": self._token}
-
-    def connect(
-        self, processes: Processes, hosts: Mapping[int, Mapping[str, Any]]
-    ) -> str | None:
-        """Connects every pair. Collective; all get the same answer.
-
-        Args:
-          processes: who takes part.
-          hosts: each one's `host`.
-
-        Returns:
-          None, or in words which pairs cannot reach each other.
-        """
-        problems = []
-        for process in processes.members[: processes.position]:
-            try:
-                self._call(processes, process, hosts[process], hosts[processes.me])
-            except OSError as error:
-                problems.append(f"cannot reach {processes.name(process)}: {error}")
-        problem = processes.agree("connections", "; ".join(problems) or None)
-        if problem is None:
-            try:
-                self._answer(processes)
-            except OSError as error:
-                problem = f"cannot accept connections: {error}"
-            problem = processes.agree("links", problem)
-        self._listener.close()
-        if problem is not None:
-            self.close()
-        return problem
-
-    def close(self) -> None:
-        """Closes all sockets."""
-        for link in (self._listener, *self.sockets.values()):
-            link.close()
-        self.sockets.clear()
-
-    def _call(self, processes, process, host, here) -> None:
-        for key, meaning in (("boot_id", "host"), ("uid", "user")):
-            if host[key] != here[key]:
-                reason = (
-                    f"it belongs to another {meaning} ({host['host']}, {key} "
-                    f"{host[key]}; here {here['host']}, {here[key]})"
-                )
-                raise OSError(reason)
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sockets[process] = link
-        link.settimeout(processes.timeout_s)
-        try:
-            link.connect(f"\0jax_ep-{host['address']}")
-        except OSError as error:
-            reason = (
-                f"no socket of that process here ({error.strerror}); are they in "
-                "different containers or network namespaces?"
-            )
-            raise OSError(reason) from error
-        _check_user(link)
-        link.sendall(struct.pack("<q", processes.me) + self._hello(host["address"]))
-
-    def _answer(self, processes: Processes) -> None:
-        """Accepts the higher processes; all of them have connected already."""
-        self._listener.settimeout(processes.timeout_s)
-        expected = set(processes.members[processes.position + 1 :])
-        while expected:
-            link, _ = self._listener.accept()
-            link.settimeout(processes.timeout_s)
-            with contextlib.ExitStack() as stack:
-                stack.callback(link.close)
-                _check_user(link)
-                hello = receive_exactly(link, 8 + len(self._hello(self._token)))
-                (process,) = struct.unpack_from("<q", hello)
-                if hello[8:] != self._hello(self._token) or process not in expected:
-                    continue  # somebody else who found the name
-                stack.pop_all()
-            expected.remove(process)
-            self.sockets[process] = link
-
-    @staticmethod
-    def _hello(token: str) -> bytes:
-        return f"jax_ep {token}".encode()
-
-
-def _check_user(link: socket.socket) -> None:
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
-        reason = f"the other end belongs to user {user}"
-        raise PermissionError(reason)
-
-
-def receive_exactly(link: socket.socket, size: int) -> bytes:
-    """`size` bytes; ConnectionError where the peer hangs up before."""
-    data = b""
-    while len(data) < size:
-        more = link.recv(size - len(data))
-        if not more:
-            raise ConnectionError(_HUNG_UP)
-        data += more
-    return data
-
-
-def send_descriptor(link: socket.socket, descriptor: int, note: bytes = b"") -> None:
-    """Sends an open file with a note of at most 64 KiB."""
-    socket.send_fds(link, [struct.pack("<I", len(note))], [descriptor])
-    link.sendall(note)
-
-
-def receive_descriptor(link: socket.socket) -> tuple[int, bytes]:
-    """What `send_descriptor` sent; the descriptor is the caller's to close."""
-    size = array.array("i").itemsize
-    data, ancillary, _, _ = link.recvmsg(
-        4, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC
-    )
-    descriptors = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(payload[: len(payload) // size * size])
-    try:
-        if len(descriptors) != 1 or not data:
-            raise ConnectionError(_HUNG_UP)
-        data += receive_exactly(link, 4 - len(data))
-        note = receive_exactly(link, struct.unpack("<I", data)[0])
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    return descriptors[0], note
-
-
-# Shared memory ----------------------------------------------------------------
-
-
-def create_shared_memory(size: int, proof: bytes) -> int:
-    """Zeroed memory without a name, that begins with `proof`: its descriptor.
-
-    Nobody can open it who is not sent the descriptor, and it goes with the last
-    process that has it. Its size is sealed, so no peer can make it fault.
-    """
-    memory = os.memfd_create("jax_ep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(memory, size)
-        os.pwrite(memory, proof, 0)
-        fcntl.fcntl(
-            memory,
-            fcntl.F_ADD_SEALS,
-            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-        )
-    except BaseException:
-        os.close(memory)
-        raise
-    return memory
-
-
-def exchange_shared_memory(
-    processes: Processes, links: Links, memory: int, size: int, proof: bytes
-) -> tuple[dict[int, int], str | None]:
-    """Sends `memory` to every peer and opens theirs. Collective.
-
-    Returns:
-      Each peer's descriptor, and None or what did not work, in words. Every
-      process gets the same answer; with a problem there are no descriptors.
-    """
-    opened: dict[int, int] = {}
-    problem = None
-    try:
-        for link in links.sockets.values():
-            send_descriptor(link, memory, proof)
-        for process, link in links.sockets.items():
-            try:
-                opened[process], note = receive_descriptor(link)
-            except OSError as error:
-                reason = f"no shared memory from {processes.name(process)}: {error}"
-                raise OSError(reason) from error
-            # The memory itself has to say what its maker told over the socket.
-            if (
-                os.fstat(opened[process]).st_size != size
-                or os.pread(opened[process], len(note), 0) != note
-            ):
-                reason = (
-                    f"the shared memory of {processes.name(process)} is not what "
-                    "that process made"
-                )
-                raise OSError(reason)
-    except OSError as error:
-        problem = str(error)
-    try:
-        problem = processes.agree("shared memory", problem)
-    except BaseException as error:
-        problem = str(error)
-        raise
-    finally:
-        if problem is not None:
-            for descriptor in opened.values():
-                os.close(descriptor)
-            opened.clear()
-    return opened, problem

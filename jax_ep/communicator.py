@@ -22,6 +22,7 @@ from jax_ep import (
     topology,
 )
 from jax_ep.held import Held
+from jax_ep.links import Links
 
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
@@ -128,17 +129,21 @@ class Communicator(Held):
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._memory_bytes = 0
         self._exported: frozenset[int] = frozenset()
-        self._links: bootstrap.Links | None = None
+        self._links: Links | None = None
+        # Where GPUs of several processes are.
+        self._places: reach.Places = {}
         # Whether this process's node is an NVLink domain over several hosts.
         self._over_hosts = False
         # Where there are several nodes: this rank's node and its rail.
         self._node: topology.Part | None = None
         self._rail: topology.Part | None = None
-        self._peers = self._meet(backend)
+        self._peers = self._processes()
         # The processes that this one shares memory with.
         self._near = self._peers
         try:
-            release = self._set_up(backend)
+            with bootstrap.all_or_none(self._peers):
+                self._meet(backend)
+                release = self._set_up(backend)
         finally:
             if self._links is not None:
                 self._links.close()
@@ -155,8 +160,10 @@ class Communicator(Held):
                 self.backend, self.id = choice, self._agree_on_id(self._peers, choice)
                 try:
                     return self._set_up_native()
-                except peer_memory.CannotWork as error:
+                except bootstrap.CannotWork as error:
                     problem = str(error)
+                    self._node = self._rail = None
+                    self._memory_bytes, self._exported = 0, frozenset()
             if backend is not None:
                 raise RuntimeError(
                     f"jax_ep.Communicator: backend {choice!r} cannot work here: "
@@ -174,8 +181,8 @@ class Communicator(Held):
         self.node_size = self.num_ranks
         return lambda: None
 
-    def _meet(self, backend: str | None) -> bootstrap.Processes | None:
-        """Meets the other processes, which must have come with the same."""
+    def _processes(self) -> bootstrap.Processes | None:
+        """The processes of the mesh, None where this is the only one."""
         if self.processes == (jax.process_index(),):
             return None
         if jax.process_index() not in self.processes:
@@ -187,12 +194,16 @@ class Communicator(Held):
             process: f"process {process} ({_ranks_of(process, self._groups)})"
             for process in self.processes
         }
-        peers = bootstrap.Processes(
+        return bootstrap.Processes(
             self.processes, jax.process_index(), self.setup_timeout_s, names=names
         )
-        arguments = peers.gather("arguments", self._arguments(backend))
-        bootstrap.compare_arguments(arguments, peers.name)
-        return peers
+
+    def _meet(self, backend: str | None) -> None:
+        """Meets the other processes, which must have come with the same."""
+        if self._peers is None:
+            return
+        arguments = self._peers.gather("arguments", self._arguments(backend))
+        bootstrap.compare_arguments(arguments, self._peers.name)
 
     def _arguments(self, backend: str | None) -> dict[str, Any]:
         """What every process has to have called this with."""
@@ -227,37 +238,40 @@ class Communicator(Held):
             problem = staging.why_not_host()
         if self._peers is None:
             return problem
-        problem = self._peers.agree(f"backend {backend}", problem)
-        problem = problem or self._connect(backend)
+        problem = self._connect(backend, problem)
         if problem is None and backend == "cuda":
             assert self._near is not None
-            problem = reach.why_not_between(self._node_groups(), self._near)
-            if self._near is not self._peers:
-                problem = self._peers.agree("peer access of nodes", problem)
+            groups = self._node_groups()
+            self._places = reach.places(groups, self._near)
+            problem = reach.why_not_between(groups, self._places, self._near)
         return problem
 
-    def _connect(self, backend: str) -> str | None:
+    def _connect(self, backend: str, problem: str | None) -> str | None:
         """Finds the nodes and connects the processes that share memory.
 
-        Says which cannot reach each other.
+        Args:
+          backend: of the nodes.
+          problem: why it cannot serve this process.
+
+        Returns:
+          The problems of all, or which processes cannot reach each other.
         """
         assert self._peers is not None
-        if self._links is not None:
-            return None
-        with contextlib.ExitStack() as stack:
-            links = stack.enter_context(contextlib.closing(bootstrap.Links()))
-            hosts = self._peers.gather("hosts", links.host)
+        with contextlib.ExitStack() as undo:
+            links = undo.enter_context(contextlib.closing(Links()))
+            try:
+                hosts = self._peers.gather(f"backend {backend}", links.host, problem)
+            except bootstrap.CannotWork as error:
+                return str(error)
             if backend == "cuda":
                 self._find_nodes(topology.host_names(hosts))
             self._check_nodes()
             assert self._near is not None
-            problem = None
-            if not self._over_hosts:
-                problem = links.connect(self._near, hosts)
-            if self._near is not self._peers:
-                problem = self._peers.agree("connections of nodes", problem)
+            # Processes of several hosts share memory without sockets.
+            near = self._near.part((self._near.me,)) if self._over_hosts else self._near
+            problem = links.connect(near, hosts)
             if problem is None and not self._over_hosts:
-                stack.pop_all()
+                undo.pop_all()
                 self._links = links
             return problem
 
@@ -278,20 +292,11 @@ class Communicator(Held):
             )
         if self._node_size is None:
             self.node_size = topology.find_node_size(self._groups, nodes)
-        # What one node alone does stays in step: one circle of processes.
         near = topology.connected(self._node_groups(), self._peers.me)
-        self._near = self._processes(near)
+        self._near = self._peers.part(near)
         self._over_hosts = (
             len({nodes[process] for process in near}) == 1
             and len({hosts[process] for process in near}) > 1
-        )
-
-    def _processes(self, members: tuple[int, ...]) -> bootstrap.Processes:
-        """Some of the processes, in another conversation."""
-        assert self._peers is not None
-        names = {process: self._peers.name(process) for process in members}
-        return bootstrap.Processes(
-            members, self._peers.me, self.setup_timeout_s, names=names
         )
 
     def _check_nodes(self) -> None:
@@ -356,7 +361,9 @@ class Communicator(Held):
                     stack.callback(host.release)
                     self._memory_bytes += host.memory_bytes
             else:
-                gpus = self._set_up_gpus(shared)
+                gpus = peer_memory.set_up_cuda(
+                    self.id, self._node_groups(), num_sms=self._num_sms, **shared
+                )
                 stack.callback(gpus.release)
                 self._memory_bytes = gpus.memory_bytes
                 self._exported = gpus.exported
@@ -373,16 +380,6 @@ class Communicator(Held):
                     stack.callback(release)
             return stack.pop_all().close
 
-    def _set_up_gpus(self, shared: dict[str, Any]) -> peer_memory.CudaMemory:
-        return peer_memory.together(
-            self._peers,
-            self._near,
-            lambda: peer_memory.set_up_cuda(
-                self.id, self._node_groups(), num_sms=self._num_sms, **shared
-            ),
-            lambda gpus: gpus.release(),
-        )
-
     def _set_up_host_rails(self, shared: dict[str, Any]) -> staging.HostStaging:
         assert self._rail is not None
         shared = shared | {"scope": ", between nodes: ranks are nodes"}
@@ -390,13 +387,12 @@ class Communicator(Held):
         if self._peers is None:
             return staging.set_up_host(self._rail.id, rails, **shared)
         # Sockets of their own: those of nodes are watched for hang-ups already.
-        peers = self._processes(self._peers.members)
-        links = bootstrap.Links()
-        problem = links.connect(peers, peers.gather("hosts", links.host))
-        if problem is not None:
-            raise peer_memory.CannotWork(problem)
-        with contextlib.closing(links):
-            shared = shared | {"processes": peers, "links": links}
+        with contextlib.closing(Links()) as links:
+            hosts = self._peers.gather("hosts", links.host)
+            problem = links.connect(self._peers, hosts)
+            if problem is not None:
+                raise bootstrap.CannotWork(problem)
+            shared = shared | {"processes": self._peers, "links": links}
             return staging.set_up_host(self._rail.id, rails, **shared)
 
     def _part(self, identity: int, num_ranks: int) -> topology.Part:

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, fabric, gpu_memory, native, reach
+from jax_ep import bootstrap, fabric, gpu_memory, links, native, nvml, reach
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8
@@ -117,9 +117,9 @@ def check_host(report: Report) -> None:
     report.fact("processes in this job", jax.process_count())
     report.fact("cores this process may use", len(os.sched_getaffinity(0)))
     try:
-        memory = bootstrap.create_shared_memory(1 << 20, b"doctor")
+        memory = links.create_shared_memory(1 << 20, b"doctor")
         os.close(memory)
-        bootstrap.Links().close()
+        links.Links().close()
         report.fact("shared memory and sockets", "work")
     except OSError as error:
         report.problem(
@@ -158,6 +158,14 @@ def check_gpus(report: Report) -> None:
         )
     if count > 1 and not missing:
         report.fact("peer access", "between all pairs, with atomic operations")
+    buses = [gpu_memory.bus_id(driver, ordinal) for ordinal in range(count)]
+    joined, reason = nvml.links(list(itertools.permutations(buses, 2)))
+    apart = [pair for pair, link in joined.items() if not link.nvlink]
+    if apart:
+        names = ", ".join(f"({buses.index(a)}, {buses.index(b)})" for a, b in apart)
+        report.fact("NVLink", f"not between GPUs {names}: no LowLatencyBuffer there")
+    elif count > 1:
+        report.fact("NVLink", reason or "between all pairs")
 
 
 def check_fabric(report: Report, devices: list[jax.Device]) -> None:

@@ -7,13 +7,12 @@ IMEX domain that may open the same channel.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jax_ep import gpu_memory
+from jax_ep import gpu_memory, nvml
 from jax_ep.gpu_memory import call
 
 _CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
@@ -52,39 +51,25 @@ def domain(driver: Any, ordinal: int) -> str:
     device = call(driver.cuDeviceGet, ordinal)
     if not _has_handles(driver, device):
         return ""
-    try:
-        from cuda.bindings import nvml
-    except ImportError:
+    module = nvml.bindings()
+    if module is None:
         if why_not(driver, ordinal):
             return ""  # nothing to share by
         reason = (
             "whether GPUs of other hosts are in its NVLink domain can be asked of "
             "cuda-bindings from 12.9.6 or 13.2 on"
         )
-        raise RuntimeError(reason) from None
-    with _nvml(nvml):
+        raise RuntimeError(reason)
+    with nvml.session(module, "name the NVLink domain"):
         bus = gpu_memory.bus_id(driver, ordinal)
-        found = nvml.device_get_gpu_fabric_info_v(
-            nvml.device_get_handle_by_pci_bus_id_v2(bus)
+        found = module.device_get_gpu_fabric_info_v(
+            module.device_get_handle_by_pci_bus_id_v2(bus)
         )
     name = bytes(found.cluster_uuid)
     # Where NVLink ends at the host, it has no name.
-    if found.state != nvml.GpuFabricState.COMPLETED or not any(name):
+    if found.state != module.GpuFabricState.COMPLETED or not any(name):
         return ""
     return f"{name.hex()}.{found.clique_id}"
-
-
-@contextlib.contextmanager
-def _nvml(nvml: Any) -> Iterator[None]:
-    try:
-        nvml.init_v2()
-        try:
-            yield
-        finally:
-            nvml.shutdown()
-    except (nvml.NvmlError, AttributeError) as error:  # or bindings that are older
-        reason = f"NVML cannot name the NVLink domain: {error}"
-        raise RuntimeError(reason) from error
 
 
 def why_not(driver: Any, ordinal: int) -> str | None:

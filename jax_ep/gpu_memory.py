@@ -160,13 +160,13 @@ class Holdings:
         address = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
         try:
             call(driver.cuMemMap, address, size, 0, handle, 0)
-        except RuntimeError:
+        except BaseException:
             call(driver.cuMemAddressFree, address, size)
             raise
         self.mapped.append((address, size))
         try:
             call(driver.cuMemSetAccess, address, size, *self._access(accessors))
-        except RuntimeError:
+        except BaseException:
             self.unmap(address)
             raise
         return address

@@ -21,11 +21,12 @@ from jax_ep import (
     fp8,
     low_latency_primitives,
     native,
-    peer_memory,
+    reach,
     window_memory,
 )
 from jax_ep.communicator import Communicator
 from jax_ep.held import Held
+from jax_ep.links import Links
 from jax_ep.plan import _MAX_TOP_K, _as_int32
 
 Layout = Literal["expert", "rank"]
@@ -85,7 +86,8 @@ class LowLatencyBuffer(Held):
           TypeError, ValueError: a bad argument, one that differs between processes,
             a communicator of several nodes, or a size that does not fit; the message
             names the largest max_tokens.
-          RuntimeError: the communicator is closed; or a process did not come.
+          RuntimeError: the communicator is closed; a process did not come or failed;
+            or NVLink does not join all GPUs.
         """
         if not isinstance(comm, Communicator):
             raise TypeError(
@@ -121,10 +123,17 @@ class LowLatencyBuffer(Held):
         self._peers: bootstrap.Processes | None = None
         # Those of them that this process shares memory with.
         self._near: bootstrap.Processes | None = None
-        self._meet()
+        if len(comm.processes) > 1:
+            assert comm._near is not None
+            self._peers = bootstrap.Processes(
+                comm.processes, jax.process_index(), comm.setup_timeout_s
+            )
+            self._near = self._peers.part(comm._near.members)
         self.size_bytes, self.id, release = 0, comm.id, lambda: None
-        if comm.backend == "cuda":
-            release = self._set_up()
+        with bootstrap.all_or_none(self._peers):
+            self._meet()
+            if comm.backend == "cuda":
+                release = self._set_up()
         self._hold(release)
 
     @property
@@ -198,18 +207,10 @@ class LowLatencyBuffer(Held):
 
     def _meet(self) -> None:
         """Meets the other processes, which must have come with the same."""
-        comm = self.comm
-        if len(comm.processes) == 1:
+        if self._peers is None:
             return
-        self._peers = bootstrap.Processes(
-            comm.processes, jax.process_index(), comm.setup_timeout_s
-        )
-        self._near = self._peers
-        if comm._near is not comm._peers:
-            assert comm._near is not None
-            self._near = comm._processes(comm._near.members)
         mine = {
-            "communicator": comm.id,
+            "communicator": self.comm.id,
             "max_tokens": self.max_tokens,
             "hidden": self.hidden,
             "num_experts": self.num_experts,
@@ -228,9 +229,19 @@ class LowLatencyBuffer(Held):
             "dtype": self.dtype,
         }
         self.size_bytes = self.bytes_for(max_tokens=self.max_tokens, **sizes)
+        torn = reach.why_torn(comm._groups, comm._places)
         free = window_memory.free_bytes(comm._groups)
-        if self._peers is not None:
-            free = min(self._peers.gather("free memory", free).values())
+        try:
+            if self._peers is not None:
+                told = self._peers.gather("free memory", free, torn)
+                torn, free = None, min(told.values())
+        except bootstrap.CannotWork as error:
+            torn = str(error)
+        if torn is not None:
+            raise RuntimeError(
+                "jax_ep.LowLatencyBuffer: rows go in lines of 128 bytes, which only "
+                f"NVLink keeps whole: {torn}; take jax_ep.dispatch and jax_ep.combine"
+            )
         if self.size_bytes > free:
             fixed = self.bytes_for(max_tokens=0, **sizes)
             most = (free - fixed) // (self.bytes_for(max_tokens=1, **sizes) - fixed)
@@ -241,20 +252,20 @@ class LowLatencyBuffer(Held):
                 "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more"
             )
         self.id = comm._agree_on_id(self._peers, "windows")
-        return peer_memory.together(
-            self._peers, self._near, self._set_up_windows, lambda release: release()
-        )
+        return self._set_up_windows()
 
     def _set_up_windows(self) -> Callable[[], Any]:
-        comm = self.comm
+        comm, near = self.comm, self._near
         with contextlib.ExitStack() as stack:
             links = None
-            if self._near is not None and not comm._over_hosts:
-                links = stack.enter_context(contextlib.closing(bootstrap.Links()))
-                hosts = self._near.gather("hosts", links.host)
-                problem = links.connect(self._near, hosts)
+            if near is not None:
+                links = stack.enter_context(contextlib.closing(Links()))
+                hosts = near.gather("hosts", links.host)
+                problem = links.connect(
+                    near.part((near.me,)) if comm._over_hosts else near, hosts
+                )
                 if problem is not None:
-                    raise peer_memory.CannotWork(
+                    raise RuntimeError(
                         f"jax_ep.LowLatencyBuffer: processes lost each other: {problem}"
                     )
             return window_memory.set_up_windows(
@@ -264,8 +275,8 @@ class LowLatencyBuffer(Held):
                 num_sms=comm._num_sms,
                 timeout_s=comm.timeout_s,
                 warn_after_s=comm._warn_after_s,
-                processes=self._near,
-                links=links,
+                processes=near,
+                links=None if comm._over_hosts else links,
             )
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_ep import bootstrap, native
-from jax_ep.peer_memory import CannotWork
+from jax_ep.bootstrap import CannotWork
 
 _Groups = list[list[jax.Device]]
 
@@ -45,16 +46,15 @@ def set_up_wire(
     """
     module = native.cuda()
     version, problem = module.load_nccl(_files())
-    _agree(processes, "NCCL", problem or None)
-    if processes is not None:
-        versions = processes.gather("NCCL's version", version)
-        if len(set(versions.values())) > 1:
-            found = ", ".join(
-                f"{processes.name(p)} has {module.nccl_version_name(v)}"
-                for p, v in versions.items()
-            )
-            problem = f"NCCL must be the same everywhere: {found}"
-            raise CannotWork(problem)
+    versions = _gather(processes, "NCCL", version, problem or None)
+    if len(set(versions.values())) > 1:
+        assert processes is not None
+        found = ", ".join(
+            f"{processes.name(p)} has {module.nccl_version_name(v)}"
+            for p, v in versions.items()
+        )
+        problem = f"NCCL must be the same everywhere: {found}"
+        raise CannotWork(problem)
     names = _name_rails(module, rails, processes)
     places = [
         (
@@ -68,21 +68,20 @@ def set_up_wire(
         for node, device in enumerate(devices)
         if device.process_index == jax.process_index()
     ]
-    problem = _in_time(
-        lambda: module.connect_rails(
-            identity, places, setup_timeout_s, timeout_s, warn_after_s
-        ),
-        2 * setup_timeout_s,
-    )
-    if problem:
-        name = module.nccl_version_name(version)
-        problem = f"{problem} (NCCL {name}; NCCL_DEBUG=INFO tells more)"
-    try:
-        _agree(processes, "rails", problem)
-    except CannotWork:
-        module.release_rails(identity)
-        raise
-    return lambda: module.release_rails(identity)
+    with contextlib.ExitStack() as undo:
+        attempt = _Attempt(
+            lambda: module.connect_rails(
+                identity, places, setup_timeout_s, timeout_s, warn_after_s
+            ),
+            lambda: module.release_rails(identity),
+        )
+        undo.callback(attempt.give_back)
+        problem = attempt.wait(2 * setup_timeout_s)
+        if problem:
+            name = module.nccl_version_name(version)
+            problem = f"{problem} (NCCL {name}; NCCL_DEBUG=INFO tells more)"
+        _gather(processes, "rails", None, problem)
+        return undo.pop_all().close
 
 
 def _files() -> list[str]:
@@ -93,13 +92,15 @@ def _files() -> list[str]:
     return [str(file) for file in files if file.exists()]
 
 
-def _agree(
-    processes: bootstrap.Processes | None, what: str, problem: str | None
-) -> None:
+def _gather(
+    processes: bootstrap.Processes | None, what: str, value: Any, problem: str | None
+) -> dict[int, Any]:
+    """As `Processes.gather`, for one process as well."""
     if processes is not None:
-        problem = processes.agree(what, problem)
+        return processes.gather(what, value, problem)
     if problem:
         raise CannotWork(problem)
+    return {jax.process_index(): value}
 
 
 def _name_rails(
@@ -112,32 +113,59 @@ def _name_rails(
         if devices[0].process_index == jax.process_index()
     }
     lacking = None if all(mine.values()) else "NCCL made no unique id"
-    _agree(processes, "unique ids", lacking)
-    if processes is None:
-        return [mine[str(rail)] for rail in range(len(rails))]
     notes = {rail: name.hex() for rail, name in mine.items()}
     names: dict[str, str] = {}
-    for theirs in processes.gather("names of rails", notes).values():
+    for theirs in _gather(processes, "names of rails", notes, lacking).values():
         names |= theirs
     return [bytes.fromhex(names[str(rail)]) for rail in range(len(rails))]
 
 
-def _in_time(connect: Callable[[], str], seconds: float) -> str | None:
-    """What went wrong, else None. NCCL itself waits for a lost rank for ever."""
-    result: list[str] = []
+class _Attempt:
+    """Connecting in a thread: NCCL itself waits for a lost rank for ever."""
 
-    def run() -> None:
+    def __init__(self, connect: Callable[[], str], release: Callable[[], Any]):
+        """Begins.
+
+        Args:
+          connect: says what went wrong, empty: nothing.
+          release: gives back what it made.
+        """
+        self._connect, self._release = connect, release
+        self._lock = threading.Lock()
+        self._has_ended = self._is_over = False
+        self._problem: str | None = None
+        self._thread = threading.Thread(
+            target=self._run, daemon=True, name="jax_ep rails"
+        )
         try:
-            result.append(connect())
-        except Exception as error:  # shown by the caller, on all processes
-            result.append(f"{type(error).__name__}: {error}")
+            self._thread.start()
+        except RuntimeError as error:  # a limit on threads
+            self._has_ended, self._problem = True, str(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="jax_ep rails")
-    try:
-        thread.start()
-    except RuntimeError as error:  # a limit on threads
-        return str(error)
-    thread.join(seconds)
-    if not result:
+    def wait(self, seconds: float) -> str | None:
+        """What went wrong, else None."""
+        if not self._has_ended:
+            self._thread.join(seconds)
+        with self._lock:
+            if self._has_ended:
+                return self._problem
         return f"NCCL did not connect the nodes within {seconds:.1f} s"
-    return result[0] or None
+
+    def give_back(self) -> None:
+        """What was connected, or will be: a thread that is late does it itself."""
+        with self._lock:
+            self._is_over = True
+            if not self._has_ended:
+                return
+        self._release()
+
+    def _run(self) -> None:
+        try:
+            problem = self._connect() or None
+        except Exception as error:  # shown by the caller, on all processes
+            problem = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._has_ended, self._problem = True, problem
+            if not self._is_over:
+                return
+        self._release()

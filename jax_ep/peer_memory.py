@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from jax_ep import bootstrap, gpu_memory, native, reach
+from jax_ep.bootstrap import CannotWork
 from jax_ep.gpu_memory import call
+from jax_ep.links import Links, receive_descriptor, send_descriptor
 from jax_ep.reach import Groups, Told
-
-_Made = TypeVar("_Made")
 
 # kMaxRanks in cc/layout.h: an NVLink domain has up to 72.
 MAX_RANKS = 96
@@ -24,38 +25,6 @@ MAX_RANKS = 96
 _PROOF_BYTES = 128
 # struct Region in cc/peer_view.h.
 _REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
-
-
-class CannotWork(RuntimeError):
-    """The CUDA backend cannot work here, with the reason; the same everywhere."""
-
-
-def together(
-    peers: bootstrap.Processes | None,
-    near: bootstrap.Processes | None,
-    set_up: Callable[[], _Made],
-    release: Callable[[_Made], Any],
-) -> _Made:
-    """What `set_up` gives, where nodes set themselves up: all can, or none is.
-
-    Raises:
-      CannotWork: `set_up` did, here or on another node.
-    """
-    if near is peers:
-        return set_up()
-    assert peers is not None
-    held, problem = None, None
-    try:
-        held = set_up()
-    except CannotWork as error:
-        problem = str(error)
-    problem = peers.agree("GPUs of nodes", problem)
-    if problem is None:
-        assert held is not None
-        return held
-    if held is not None:
-        release(held)
-    raise CannotWork(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +92,7 @@ def set_up_cuda(
     num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
-    links: bootstrap.Links | None,
+    links: Links | None,
 ) -> CudaMemory:
     """Sets up the CUDA backend. Collective where there are `processes`.
 
@@ -159,7 +128,7 @@ class SetUp:
         self.num_channels = 0
         self.staging_bytes: int = staging_bytes
         self.processes: bootstrap.Processes | None = processes
-        self.links: bootstrap.Links | None = links
+        self.links: Links | None = links
         # Processes of several hosts have no sockets.
         self.kind = gpu_memory.Kind.FILE if links else gpu_memory.Kind.FABRIC
         self.module = native.cuda()
@@ -199,17 +168,13 @@ class SetUp:
                 self._test_and_connect()
                 self._allocate()
                 self._share(staging, mine)
-            self._agree("GPU memory", told.problem)
-            pieces, failed = self._exchange(mine)
+            pieces, lost = self._exchange(mine, told.problem)
         finally:
             close_files(mine)
-        lost = self._gather_pieces("lost GPU memory", failed)
         with told:
-            self._keep(
-                pieces, {piece for told_of in lost.values() for piece in told_of}
-            )
+            self._keep(pieces, lost)
             self._place_ranks()
-        self._agree("tables of GPU memory", told.problem)
+        self.processes.gather("tables of GPU memory", None, told.problem)
 
     def _choose_channels(self, asked_for: int | None) -> int:
         """Sets num_channels, equal on all processes; returns a rank's staging size.
@@ -313,29 +278,30 @@ class SetUp:
                 _offer(mine, Piece(group, rank, base, size, ""), shared)
                 count += 1
 
-    def _agree(self, what: str, problem: str | None) -> None:
-        """Raises on all processes where one has a problem."""
-        assert self.processes is not None
-        agreed = self.processes.agree(what, problem)
-        if agreed is not None:
-            raise CannotWork(agreed)
-
-    def _gather_pieces(self, what: str, mine) -> dict[int, list[Piece]]:
+    def _gather_pieces(
+        self, what: str, mine: Iterable[Piece], problem: str | None
+    ) -> dict[int, list[Piece]]:
         assert self.processes is not None
         notes = [dataclasses.asdict(piece) for piece in mine]
         return {
             process: [Piece(**note) for note in theirs]
-            for process, theirs in self.processes.gather(what, notes).items()
+            for process, theirs in self.processes.gather(what, notes, problem).items()
         }
 
-    def _exchange(self, mine: Offers):
+    def _exchange(
+        self, mine: Offers, problem: str | None
+    ) -> tuple[dict[int, list[Piece]], set[Piece]]:
         """Gives the others what is shared, and maps what they share.
 
+        Args:
+          mine: what this process shares.
+          problem: why it cannot.
+
         Returns:
-          Everybody's pieces by process, and those that could not be mapped here.
+          Everybody's pieces by process, and those that somebody could not map.
         """
         assert self.processes is not None
-        pieces = self._gather_pieces("pieces of GPU memory", mine)
+        pieces = self._gather_pieces("pieces of GPU memory", mine, problem)
         problems: list[str] = []
         failed: list[Piece] = []
         for process in self.processes.others:
@@ -351,8 +317,10 @@ class SetUp:
                     f"cannot exchange memory with {self.processes.name(process)}: "
                     f"{error}"
                 )
-        self._agree("mapped GPU memory", "; ".join(problems) or None)
-        return pieces, failed
+        lost = self._gather_pieces(
+            "mapped GPU memory", failed, "; ".join(problems) or None
+        )
+        return pieces, {piece for theirs in lost.values() for piece in theirs}
 
     def _users(self, piece: Piece) -> set[int]:
         """Processes with ranks in the piece's group."""
@@ -363,7 +331,7 @@ class SetUp:
             if descriptor is not None and process in self._users(piece):
                 assert self.links is not None
                 note = json.dumps(dataclasses.asdict(piece)).encode()
-                bootstrap.send_descriptor(self.links.sockets[process], descriptor, note)
+                send_descriptor(self.links.sockets[process], descriptor, note)
 
     def _receive(self, process, pieces, problems, failed) -> None:
         """Maps what one process gives. An arena may fail, control memory not."""
@@ -396,7 +364,7 @@ class SetUp:
         if piece.fabric:
             return bytes.fromhex(piece.fabric)
         assert self.links is not None
-        descriptor, note = bootstrap.receive_descriptor(self.links.sockets[process])
+        descriptor, note = receive_descriptor(self.links.sockets[process])
         if Piece(**json.loads(note)) != piece:
             os.close(descriptor)
             reason = "it sent other memory than it had announced"
@@ -435,25 +403,24 @@ class SetUp:
         self, identity: int, timeout_s: float, warn_after_s: float
     ) -> CudaMemory:
         """Registers the communicator, which owns the memory from then on."""
-
-        def release():
-            self.module.release_communicator(identity)
-
-        if self.processes is None:
-            self._register(identity, timeout_s, warn_after_s)
-        else:
-            with Told() as told:
-                self._register(identity, timeout_s, warn_after_s)
-            try:
+        with contextlib.ExitStack() as undo:
+            if self.processes is None:
+                self._register(identity, timeout_s, warn_after_s, undo)
+            else:
+                with Told() as told:
+                    self._register(identity, timeout_s, warn_after_s, undo)
                 # Nobody begins before everybody has mapped.
-                self._agree("ready", told.problem)
-            except BaseException:
-                if told.problem is None:
-                    release()
-                raise
+                self.processes.gather("ready", None, told.problem)
+            release = undo.pop_all().close
         return CudaMemory(release, self.memory_bytes, self.reachable)
 
-    def _register(self, identity: int, timeout_s: float, warn_after_s: float) -> None:
+    def _register(
+        self,
+        identity: int,
+        timeout_s: float,
+        warn_after_s: float,
+        undo: contextlib.ExitStack,
+    ) -> None:
         self.module.create_communicator(
             identity,
             self.module.CommunicatorArguments(
@@ -471,6 +438,7 @@ class SetUp:
         )
         self.holdings.mapped.clear()
         self.holdings.allocated.clear()
+        undo.callback(self.module.release_communicator, identity)
 
     def _place_ranks(self) -> None:
         self.places = [self._place(*place) for place in self._ranks_here()]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jax_ep import bootstrap, gpu_memory, native
+from jax_ep import bootstrap, gpu_memory, native, nvml
 from jax_ep.gpu_memory import call
 
 # Of each group of ranks, their devices in order.
 Groups = list[list[jax.Device]]
+# What tells a GPU from all others: its host, and its bus id there.
+Place = tuple[str, str]
+Places = dict[int, Place]  # by JAX's id of the device
+# Pairs in one message.
+_SHOWN = 8
 
 
 def why_not_cuda(groups: Groups) -> str | None:
@@ -28,27 +35,73 @@ def why_not_cuda(groups: Groups) -> str | None:
         return str(error)
     pairs = [(a.local_hardware_id, b.local_hardware_id) for a, b in local_pairs(groups)]
     for kind, missing in pairs_out_of_reach(driver, pairs):
-        return f"no {kind} between GPUs {', '.join(map(str, missing))}"
+        return f"no {kind} between GPUs {_some(missing)}"
     return None
 
 
-def why_not_between(groups: Groups, processes: bootstrap.Processes) -> str | None:
+def places(groups: Groups, processes: bootstrap.Processes) -> Places:
+    """Where the GPUs of all processes are. Collective."""
+    mine: dict[str, Place] = {}
+    with Told() as told:
+        driver = gpu_memory.driver()
+        for device in local(groups):
+            mine[str(device.id)] = _place(driver, device.local_hardware_id)
+    found: Places = {}
+    for theirs in processes.gather("GPUs", mine, told.problem).values():
+        found |= {int(device): tuple(place) for device, place in theirs.items()}
+    return found
+
+
+def why_not_between(
+    groups: Groups, where: Places, processes: bootstrap.Processes
+) -> str | None:
     """Says which pairs of different processes cannot reach each other.
 
-    Collective; all get the same answer. A GPU that this process does not see
-    cannot be asked about: set_up_cuda shows whether its memory can be mapped.
+    The driver is asked about GPUs that this process sees, NVML about the others of
+    this host: it needs no `CUDA_VISIBLE_DEVICES`. Warns where nobody can say.
+    Collective; all get the same answer.
+
+    Args:
+      groups: of which `why_not_cuda` said nothing.
+      where: the `places` of all.
+      processes: who takes part.
     """
-    driver = gpu_memory.driver()  # `why_not_cuda` has called it before
-    places: dict[str, str] = {}
-    problem: str | None = None
+    problem, asked = None, _Asked([], [], None)
     with Told() as told:
-        for device in local(groups):
-            places[str(device.id)] = _place(driver, device.local_hardware_id)
-    for theirs in processes.gather("GPUs", places).values():
-        places.update(theirs)
-    with told:
-        problem = _remote_pairs_out_of_reach(driver, groups, places)
-    return processes.agree("peer access", told.problem or problem)
+        problem, asked = _ask_between(groups, where)
+    try:
+        answers = processes.gather(
+            "peer access", dataclasses.astuple(asked), told.problem or problem
+        )
+    except bootstrap.CannotWork as error:
+        return str(error)
+    # Both ends of a pair ask, and one of them may be told.
+    known, unknown = (
+        {tuple(pair) for its in answers.values() for pair in its[i]} for i in (0, 1)
+    )
+    if unknown - known:
+        ids = {place: device for device, place in sorted(where.items(), reverse=True)}
+        pairs = sorted((ids[h, a], ids[h, b]) for h, a, b in unknown - known)
+        reasons = sorted({its[2] for its in answers.values() if its[2]})
+        warnings.warn(
+            "jax_ep.Communicator: nobody can say whether NVLink joins devices "
+            f"{_some(pairs)}, without which rows may come out wrong: "
+            f"{'; '.join(reasons)}",
+            stacklevel=5,
+        )
+    return None
+
+
+def why_torn(groups: Groups, where: Places) -> str | None:
+    """Says between which GPUs of this process and others 128 bytes may arrive apart.
+
+    Over NVLink they arrive together. `where` may lack what this process sees.
+    """
+    driver = gpu_memory.driver()
+    pairs = _pairs_of_host(driver, groups, where)
+    links, _ = nvml.links(list(pairs))
+    missing = [pairs[pair] for pair, link in links.items() if not link.nvlink]
+    return f"no NVLink between devices {_some(missing)}" if missing else None
 
 
 class Told(contextlib.AbstractContextManager):
@@ -71,27 +124,81 @@ class Told(contextlib.AbstractContextManager):
         return True
 
 
-def _remote_pairs_out_of_reach(
-    driver: Any, groups: Groups, places: Mapping[str, str]
-) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What one process could find out about its pairs with others.
+
+    Attributes:
+      known: pairs that are well, as (host, bus id, bus id).
+      unknown: those of which it was not told.
+      reason: why.
+    """
+
+    known: list[tuple[str, str, str]]
+    unknown: list[tuple[str, str, str]]
+    reason: str | None
+
+
+def _ask_between(groups: Groups, where: Places) -> tuple[str | None, _Asked]:
+    """What pairs with other processes lack, and what is known of them."""
+    driver = gpu_memory.driver()
     ordinals = {
-        _place(driver, ordinal): ordinal
+        gpu_memory.bus_id(driver, ordinal): ordinal
         for ordinal in range(call(driver.cuDeviceGetCount))
     }
-    names: dict[tuple[int, int], tuple[int, int]] = {}
-    for a, b in itertools.chain.from_iterable(
-        itertools.product(group, repeat=2) for group in groups
-    ):
-        if not is_here(a) or is_here(b):
-            continue
-        theirs = ordinals.get(places.get(str(b.id), ""))
-        # Several processes may share a GPU.
-        if theirs is not None and theirs != a.local_hardware_id:
-            names[a.local_hardware_id, theirs] = (a.id, b.id)
-    for kind, missing in pairs_out_of_reach(driver, list(names)):
-        pairs = ", ".join(str(names[pair]) for pair in missing)
-        return f"no {kind} between devices {pairs}"
-    return None
+    mine = {device.id for device in local(groups)}
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
+    hidden: dict[nvml.Pair, tuple[int, int]] = {}
+    pairs = _pairs_of_host(driver, groups, where)
+    for (a, b), ids in pairs.items():
+        if ids[1] in mine:
+            continue  # asked about by `why_not_cuda`
+        if b in ordinals:
+            seen[ordinals[a], ordinals[b]] = ids
+        else:
+            hidden[a, b] = ids
+    nothing = _Asked([], [], None)
+    for kind, missing in pairs_out_of_reach(driver, list(seen)):
+        lacking = _some([seen[pair] for pair in missing])
+        return f"no {kind} between devices {lacking}", nothing
+    links, reason = nvml.links(list(hidden))
+    if missing := [hidden[pair] for pair, link in links.items() if not link.atomics]:
+        kinds = "NVLink and no atomic operations"
+        return f"no {kinds} between devices {_some(missing)}", nothing
+    host, unknown = _host(), hidden.keys() - links.keys()
+    return None, _Asked(
+        [(host, min(pair), max(pair)) for pair in pairs.keys() - unknown],
+        [(host, min(pair), max(pair)) for pair in unknown],
+        reason,
+    )
+
+
+def _pairs_of_host(
+    driver: Any, groups: Groups, where: Places
+) -> dict[nvml.Pair, tuple[int, int]]:
+    """Ids of a device here and another of its group, by their GPUs on this host.
+
+    Several processes may share a GPU: that is no pair.
+    """
+    host = _host()
+    known = where | {
+        device.id: _place(driver, device.local_hardware_id) for device in local(groups)
+    }
+    pairs: dict[nvml.Pair, tuple[int, int]] = {}
+    for group in groups:
+        for a, b in itertools.permutations(group, 2):
+            if not is_here(a) or b.id not in known or known[b.id][0] != host:
+                continue
+            pair = (known[a.id][1], known[b.id][1])
+            if pair[0] != pair[1]:
+                pairs[pair] = (a.id, b.id)
+    return pairs
+
+
+def _some(pairs: Sequence[tuple[int, int]]) -> str:
+    """Pairs as errors show them, not more than a reader wants."""
+    shown = ", ".join(f"({a}, {b})" for a, b in pairs[:_SHOWN])
+    return shown + (f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else "")
 
 
 def pairs_out_of_reach(
@@ -125,10 +232,13 @@ def pairs_out_of_reach(
             yield kind, missing
 
 
-def _place(driver: Any, ordinal: int) -> str:
-    """What tells a GPU from all others, also from those of other hosts."""
-    host = bootstrap.host_identity()
-    return f"{host['boot_id'] or host['host']} {gpu_memory.bus_id(driver, ordinal)}"
+def _place(driver: Any, ordinal: int) -> Place:
+    return _host(), gpu_memory.bus_id(driver, ordinal)
+
+
+def _host() -> str:
+    identity = bootstrap.host_identity()
+    return identity["boot_id"] or identity["host"]
 
 
 def is_here(device: jax.Device) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 
 from jax_ep import bootstrap, native
+from jax_ep.links import Links, create_shared_memory, exchange_shared_memory
 
 _DEFAULT_CHANNELS = 2
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class HostStaging:
     """What a communicator of backend "cpu" holds.
 
@@ -27,7 +28,7 @@ class HostStaging:
     """
 
     release: Callable[[], Any]
-    memory_bytes: int = 0
+    memory_bytes: int
 
 
 def why_not_host() -> str | None:
@@ -48,7 +49,7 @@ def set_up_host(
     num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
-    links: bootstrap.Links | None,
+    links: Links | None,
     scope: str = "",
 ) -> HostStaging:
     """Registers the communicator; with other processes, shares memory with them.
@@ -66,7 +67,7 @@ def set_up_host(
 
     Raises:
       ValueError: staging_bytes is too small.
-      RuntimeError: memory cannot be shared.
+      CannotWork: memory cannot be shared.
     """
     module = native.host()
     num_channels = num_channels or _DEFAULT_CHANNELS
@@ -79,8 +80,9 @@ def set_up_host(
     ]
     members = (me,) if processes is None else processes.members
     where = [[members.index(d.process_index) for d in devices] for devices in groups]
-    staging = HostStaging(lambda: module.release_communicator(identity))
-    with contextlib.ExitStack() as stack:
+    memory_bytes = 0
+    # The native side maps memory itself; descriptors go in any case.
+    with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
         exchange = None
         if processes is not None and links is not None:
             size, least = module.staging_size(staging_bytes, num_channels, len(members))
@@ -90,8 +92,8 @@ def set_up_host(
                     f"{num_channels} channels and {len(members)} processes, found "
                     f"{staging_bytes}"
                 )
-            memories = _share_memory(processes, links, size, stack)
-            staging.memory_bytes = size
+            memories = _share_memory(processes, links, size, descriptors)
+            memory_bytes = size
             exchange = module.ExchangeArguments(
                 numbers=list(members),
                 staging_bytes=staging_bytes,
@@ -110,26 +112,20 @@ def set_up_host(
             exchange,
             scope,
         )
+        undo.callback(module.release_communicator, identity)
         if processes is not None:
             # Nobody begins before everybody can take part.
             processes.barrier("ready")
-    return staging
+        return HostStaging(undo.pop_all().close, memory_bytes)
 
 
-def _share_memory(processes, links, size, stack) -> dict[int, int]:
-    """Staging memory of every process, closed with `stack`."""
+def _share_memory(processes, links, size, descriptors) -> dict[int, int]:
+    """Staging memory of every process, closed with `descriptors`."""
     proof = secrets.token_bytes(16)
-    memories = {processes.me: bootstrap.create_shared_memory(size, proof)}
-    stack.callback(lambda: [os.close(memory) for memory in memories.values()])
-    theirs, problem = bootstrap.exchange_shared_memory(
-        processes, links, memories[processes.me], size, proof
-    )
-    memories.update(theirs)
-    if problem is not None:
-        raise RuntimeError(
-            f"jax_ep.Communicator: backend 'cpu' cannot work here: {problem}"
-        )
-    return memories
+    mine = create_shared_memory(size, proof)
+    descriptors.callback(os.close, mine)
+    theirs = exchange_shared_memory(processes, links, mine, size, proof, descriptors)
+    return {processes.me: mine, **theirs}
 
 
 def _after_fork() -> None:

@@ -9,6 +9,7 @@ import jax
 
 from jax_ep import bootstrap, gpu_memory, reach
 from jax_ep.gpu_memory import call
+from jax_ep.links import Links
 from jax_ep.peer_memory import Offers, SetUp, close_files
 from jax_ep.reach import Groups, Told
 
@@ -35,7 +36,7 @@ def set_up_windows(
     timeout_s: float,
     warn_after_s: float,
     processes: bootstrap.Processes | None,
-    links: bootstrap.Links | None,
+    links: Links | None,
 ) -> Callable[[], Any]:
     """Makes windows of `size` bytes on every rank. Collective.
 
@@ -79,8 +80,7 @@ class _WindowSetUp(SetUp):
             with Told() as told:
                 self._allocate()
                 self._share(0, mine)
-            self._agree("GPU memory", told.problem)
-            self._exchange(mine)
+            self._exchange(mine, told.problem)
         finally:
             close_files(mine)
         self._place_ranks()

@@ -1,40 +1,53 @@
-"""How processes find each other, with fakes in place of the other processes."""
+"""How processes compare notes: threads in their place, on a service made of Python
+and on JAX's own.
+"""
 
-import json
-import os
-import socket
+import concurrent.futures
+import itertools
+import re
 import threading
 import time
 import types
 
+import fake_service
 import jax
 import pytest
 
 from jax_ep import bootstrap
 
-
-class Client:
-    """A key-value store as JAX's, that nobody else writes to."""
-
-    def __init__(self, **stored):
-        self.stored = stored
-        self.deleted = []
-
-    def key_value_set(self, key, value):
-        self.stored[key] = value
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        for suffix, value in self.stored.items():
-            if key.endswith(suffix):
-                return value
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-
-    def key_value_delete(self, key):
-        self.deleted.append(key)
+_numbers = itertools.count(10_000)
 
 
-def processes(members, me, client, timeout_s=0.2):
-    return bootstrap.Processes(members, me, timeout_s, client=client)
+class Job:
+    """Processes of one conversation, each in a thread."""
+
+    def __init__(self, count, clients=None, timeout_s=5.0):
+        service = fake_service.Service()
+        self.clients = clients or [fake_service.Client(service) for _ in range(count)]
+        self.service = service
+        number = next(_numbers)
+        self.processes = []
+        for me in range(count):
+            one = bootstrap.Processes(
+                range(count), me, timeout_s, client=self.clients[me]
+            )
+            one._conversation.number = number
+            self.processes.append(one)
+
+    def run(self, body, absent=()):
+        """What body(processes, me) gave or raised, by process."""
+        members = [p for p in self.processes if p.me not in absent]
+        with concurrent.futures.ThreadPoolExecutor(len(members)) as threads:
+            running = [threads.submit(body, one, one.me) for one in members]
+            return [one.exception() or one.result() for one in running]
+
+    def requests(self):
+        return sum(client.requests.total() for client in self.clients)
+
+
+def messages(outcomes):
+    assert all(isinstance(one, RuntimeError) for one in outcomes), outcomes
+    return {re.sub(r"process \d+ waited", "process N waited", str(e)) for e in outcomes}
 
 
 class TestDistributedClient:
@@ -66,72 +79,205 @@ class TestDistributedClient:
 
         client = types.SimpleNamespace(key_value_set=None, key_value_delete=None)
         monkeypatch.setattr(distributed.global_state, "client", client)
-        with pytest.raises(RuntimeError, match="lacks blocking_key_value_get"):
+        with pytest.raises(
+            RuntimeError, match="lacks blocking_key_value_get, key_value_dir_get"
+        ):
             bootstrap.distributed_client()
 
 
 class TestProcesses:
-    def test_gather(self):
-        client = Client(**{"/a/7": json.dumps([1]), "/b/7": json.dumps("x")})
-        group = processes([7, 3], 3, client)
-        assert (group.members, group.position, group.others) == ((3, 7), 0, (7,))
-        assert group.gather("a", {"k": 2}) == {3: {"k": 2}, 7: [1]}
-        assert client.deleted == []
-        assert group.gather("b", None) == {3: None, 7: "x"}
-        assert [key.rsplit("/", 2)[1:] for key in client.deleted] == [["a", "3"]]
+    @pytest.mark.parametrize("count", [1, 2, 5])
+    def test_gather(self, count):
+        job = Job(count)
+
+        def body(processes, me):
+            first = processes.gather("a", {"k": me})
+            return first, processes.gather("b", None), processes.gather("c", [me])
+
+        everybody = range(count)
+        right = (
+            {p: {"k": p} for p in everybody},
+            dict.fromkeys(everybody),
+            {p: [p] for p in everybody},
+        )
+        assert job.run(body) == [right] * count
+        # What all have read is gone: of one step the notes and the answer stand.
+        assert len(job.service.values) == count + 1
+
+    def test_a_part_hears_its_members_and_everybodys_problem(self):
+        job = Job(4)
+
+        def body(processes, me):
+            part = processes.part([me, me ^ 1])
+            assert (part.position, part.others) == (me & 1, (me ^ 1,))
+            found = part.gather("a", me)
+            return found, part.agree("b", "broken" if me == 2 else None)
+
+        for me, (found, problem) in enumerate(job.run(body)):
+            assert found == {me & ~1: me & ~1, me | 1: me | 1}
+            assert problem == "process 2: broken"
 
     def test_names_all_that_did_not_come(self):
-        group = processes([0, 4, 5, 6], 4, Client(**{"/a/5": "1"}))
-        with pytest.raises(RuntimeError) as error:
-            group.gather("a", 1)
+        job = Job(5, timeout_s=0.3)
+        told = messages(job.run(lambda one, _: one.gather("a", 1), absent=(2, 4)))
+        assert len(told) == 1
         assert (
-            "a: process 4 waited 0.2 s for process 0, process 6, which did not come"
-            in str(error.value)
+            "a: process N waited 0.3 s for process 2, process 4, which did not come"
+            in told.pop()
+        )
+
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_the_one_that_collects_does_not_come(self, count):
+        job = Job(count, timeout_s=0.3)
+        told = messages(job.run(lambda one, _: one.gather("a", 1), absent=(0,)))
+        assert all("waited 0.3 s for process 0, which did" in text for text in told)
+
+    def test_the_one_that_collects_dies_between_its_note_and_the_answer(self):
+        job = Job(3, timeout_s=0.3)
+
+        def body(one, me):
+            if me == 0:
+                one._conversation._set(0, 0, {"what": "a", "value": [1, None]})
+                return RuntimeError("process N waited 0.3 s for process 0, which did")
+            return one.gather("a", 1)
+
+        told = messages(job.run(body))
+        assert all("waited 0.3 s for process 0, which did" in text for text in told)
+
+    def test_who_comes_too_late_is_told(self):
+        job = Job(2, timeout_s=0.3)
+        gone = threading.Event()
+
+        def body(one, me):
+            if me == 1:
+                gone.wait()
+            try:
+                return one.gather("a", 1)
+            finally:
+                gone.set()
+
+        early, late = job.run(body)
+        assert "process 0 waited 0.3 s for process 1" in str(early)
+        assert str(early) == str(late)
+
+    def test_processes_at_different_steps_are_told_at_once(self):
+        job = Job(3, timeout_s=60.0)
+        told = messages(
+            job.run(lambda one, me: one.gather("create" if me < 2 else "close", 1))
+        )
+        apart = "different steps: process 0 at 'create', process 2 at 'close'"
+        assert all(apart in text for text in told)
+
+    @pytest.mark.parametrize("failing", [0, 1, 3])
+    @pytest.mark.parametrize("error", [ValueError, KeyError, KeyboardInterrupt])
+    def test_a_process_that_fails_reaches_all_at_once(self, failing, error):
+        job = Job(4, timeout_s=60.0)
+
+        def body(one, me):
+            with one.all_or_none():
+                one.barrier("a")
+                if me == failing:
+                    raise error("odd")
+                one.barrier("b")
+
+        for me, outcome in enumerate(job.run(body)):
+            if me == failing:
+                assert type(outcome) is error
+            else:
+                assert type(outcome) is RuntimeError
+                text = f"b: process {failing} failed: {error.__name__}: "
+                assert text in str(outcome) and "odd" in str(outcome)
+
+    def test_a_process_that_fails_reaches_who_waits_for_another(self):
+        """Process 3 neither comes nor fails; nobody waits for it any more."""
+        job = Job(4, timeout_s=60.0)
+
+        def body(one, me):
+            with one.all_or_none():
+                if me == 1:
+                    raise ValueError("odd")
+                one.barrier("a")
+
+        told = job.run(body, absent=(3,))
+        assert [type(one) for one in told] == [RuntimeError, ValueError, RuntimeError]
+        assert all("process 1 failed: ValueError: odd" in str(told[i]) for i in (0, 2))
+
+    def test_a_service_that_fails(self):
+        job = Job(2)
+
+        def lost(*_):
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
+
+        job.clients[1]._methods["key_value_set"] = lost
+        (error,) = job.run(lambda one, _: one.gather("a", 1), absent=(0,))
+        assert str(error) == (
+            "jax_ep.Communicator: a: JAX's distributed client failed: JAX's service, "
+            "which runs in process 0: UNAVAILABLE: gone"
         )
 
     def test_a_service_that_does_not_answer(self):
         """As where the network swallows what is sent."""
-        client, answer = Client(), threading.Event()
-
-        def silent(key, value):
-            answer.wait()
-
-        client.key_value_set = silent
+        job, answer = Job(2, timeout_s=0.2), threading.Event()
+        job.clients[1]._methods["key_value_set"] = lambda *_: answer.wait()
         start = time.monotonic()
-        with pytest.raises(
-            RuntimeError,
-            match=r"^jax_ep.Communicator: a: JAX's distributed client failed: JAX's "
-            r"service, which runs in process 0, did not answer within 0\.2 s$",
-        ):
-            processes([0, 1], 1, client).gather("a", 1)
+        (error,) = job.run(lambda one, _: one.gather("a", 1), absent=(0,))
         assert time.monotonic() - start < 5
         answer.set()
-
-    @pytest.mark.parametrize("name", ["key_value_set", "blocking_key_value_get"])
-    def test_a_service_that_is_gone(self, name):
-        def gone(*args):
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
-
-        client = Client()
-        setattr(client, name, gone)
-        with pytest.raises(
-            RuntimeError,
-            match=r"failed.*: JAX's service, which runs in process 0: UNA",
-        ):
-            processes([0, 1], 1, client).gather("a", 1)
+        assert str(error) == (
+            "jax_ep.Communicator: a: JAX's distributed client failed: JAX's service, "
+            "which runs in process 0, did not answer within 0.2 s"
+        )
 
     def test_numbers_count_up_for_the_same_processes(self):
+        client = fake_service.Client()
         first, other, second = (
-            processes(members, 20, Client())
+            bootstrap.Processes(members, 20, 1.0, client=client)._conversation.number
             for members in ([20, 21], [20, 22], [21, 20])
         )
-        assert (first.number, other.number, second.number) == (0, 0, 1)
+        assert (first, other, second) == (0, 0, 1)
 
     def test_agree_tells_everybodys_problem(self):
-        group = processes([0, 1], 0, Client(**{"/x/1": json.dumps("no memory")}))
-        assert group.agree("x", None) == "process 1: no memory"
-        group = processes([0, 1], 0, Client(**{"/x/1": "null"}))
-        assert group.agree("x", None) is None
+        job = Job(3)
+
+        def body(one, me):
+            return one.agree("x", f"no {me}" if me else None), one.agree("y", None)
+
+        assert job.run(body) == [("process 1: no 1; process 2: no 2", None)] * 3
+
+
+def steps(number):
+    def body(one, me):
+        for step in range(number):
+            assert len(one.gather(f"step {step}", "x" * 300)) == len(one.members)
+
+    return body
+
+
+class TestRequests:
+    """Two a process and step, and a few."""
+
+    def test_of_256_processes(self):
+        job = Job(256, timeout_s=100.0)
+        assert job.run(steps(4)) == [None] * 256
+        # The notes and answers, and how often the first one looks.
+        assert 4 * 2 * 256 < job.requests() < 4 * (2 * 256 + 40)
+
+    def test_of_a_real_service(self):
+        with fake_service.real_clients(16) as real:
+            clients = [fake_service.Client(real=client) for client in real]
+            job = Job(16, clients, timeout_s=100.0)
+            assert job.run(steps(10)) == [None] * 16
+            assert job.requests() < 10 * (2 * 16 + 30)
+            left = real[0].key_value_dir_get(job.processes[0]._conversation._key(8))
+            assert left == []
+
+    def test_who_is_missing_of_a_real_service(self):
+        with fake_service.real_clients(3) as real:
+            clients = [fake_service.Client(real=client) for client in real]
+            job = Job(3, clients, timeout_s=1.5)
+            told = job.run(lambda one, _: one.gather("a", 1), absent=(1,))
+            for error in told:
+                assert "waited 1.5 s for process 1, which did not" in str(error)
 
 
 def test_compare_arguments_shows_both():
@@ -144,51 +290,3 @@ def test_compare_arguments_shows_both():
         "jax_ep.Communicator: processes must agree; process 0 has axis_name = 'ep', "
         "timeout_s = 3.0 but process 4 has axis_name = 'x', timeout_s = None"
     )
-
-
-class TestLinks:
-    HOST = bootstrap.host_identity()
-
-    def connect(self, **changes):
-        """Process 1's side, towards a process 0 that is not there."""
-        links = bootstrap.Links()
-        client = Client(**{"/connections/0": "null"})
-        hosts = {
-            0: {**self.HOST, "address": "0" * 32, **changes},
-            1: links.host,
-        }
-        return links.connect(processes([0, 1], 1, client), hosts)
-
-    def test_another_host(self):
-        found = self.connect(boot_id="other", host="far")
-        assert "process 1: cannot reach process 0: it belongs to another host" in found
-
-    def test_another_user(self):
-        assert "it belongs to another user" in self.connect(uid=-5)
-
-    def test_equal_identity_proves_nothing(self):
-        found = self.connect()
-        assert "no socket of that process here (Connection refused)" in found
-        assert "containers or network namespaces" in found
-
-
-class TestDescriptors:
-    def test_shared_memory_travels_with_its_proof(self):
-        here, there = socket.socketpair()
-        memory = bootstrap.create_shared_memory(4096, b"proof")
-        with here, there:
-            bootstrap.send_descriptor(here, memory, b"proof")
-            received, note = bootstrap.receive_descriptor(there)
-        os.pwrite(received, b"hello", 100)
-        assert (note, os.pread(memory, 5, 100)) == (b"proof", b"hello")
-        with pytest.raises(PermissionError):  # sealed: a peer cannot cut it
-            os.ftruncate(received, 10)
-        os.close(received)
-        os.close(memory)
-
-    def test_a_peer_that_hangs_up(self):
-        here, there = socket.socketpair()
-        with there:
-            here.close()
-            with pytest.raises(ConnectionError, match="hung up"):
-                bootstrap.receive_descriptor(there)

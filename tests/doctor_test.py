@@ -5,8 +5,9 @@ import types
 
 import jax
 import pytest
+from fake_gpus import Nvml
 
-from jax_ep import doctor, fabric, gpu_memory, native
+from jax_ep import doctor, fabric, gpu_memory, native, nvml
 
 
 class Names:
@@ -48,6 +49,9 @@ class Driver:
     def cuDeviceGet(self, ordinal):
         return status(), ordinal
 
+    def cuDeviceGetPCIBusId(self, length, device):
+        return status(), f"00:{device}".encode()
+
     def cuDeviceGetName(self, length, device):
         return status(), b"H200\0\0"
 
@@ -74,8 +78,9 @@ def examine(check, *args, **kwargs):
     return report, "\n".join(lines)
 
 
-def gpus(monkeypatch, driver):
+def gpus(monkeypatch, driver, made=None):
     monkeypatch.setattr(gpu_memory, "driver", lambda: driver)
+    monkeypatch.setattr(nvml, "bindings", lambda: made)
     return examine(doctor.check_gpus)
 
 
@@ -129,6 +134,20 @@ def test_gpus_that_reach_each_other(monkeypatch):
     assert "H200, sm_90, 132 multiprocessors, memory can be exported" in text
     assert "CUDA of the driver           13.2" in text
     assert "between all pairs" in text
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (Nvml(), "between all pairs"),
+        (Nvml({("00:0", "00:1")}), "not between GPUs (0, 1), (1, 0): no LowLatency"),
+        (None, "NVML can be asked of cuda-bindings from"),
+    ],
+)
+def test_nvlink(monkeypatch, made, shown):
+    report, text = gpus(monkeypatch, Driver(3), made)
+    assert not report.problems
+    assert f"  NVLink                       {shown}" in text
 
 
 def test_pairs_out_of_reach_are_named(monkeypatch):

@@ -317,3 +317,43 @@ def close_fabric():
     """The end of what fabric handles stand for."""
     while fabric_files:
         os.close(fabric_files.popitem()[1])
+
+
+class NvmlError(Exception):
+    """As cuda.bindings.nvml has it."""
+
+
+class Nvml:
+    """cuda.bindings.nvml of a host, as far as links go.
+
+    Attributes:
+      without_nvlink: pairs of bus ids.
+      without_atomics: pairs of bus ids.
+      unknown: bus ids that it does not know.
+      open: sessions.
+    """
+
+    NvmlError = NvmlError
+
+    def __init__(self, without_nvlink=(), without_atomics=(), unknown=()):
+        self.without_nvlink = set(without_nvlink)
+        self.without_atomics = set(without_atomics)
+        self.unknown = set(unknown)
+        self.open = 0
+
+    def init_v2(self):
+        self.open += 1
+
+    def shutdown(self):
+        self.open -= 1
+
+    def device_get_handle_by_pci_bus_id_v2(self, bus):
+        assert self.open > 0
+        if bus in self.unknown:
+            raise NvmlError("Not Found")
+        return bus
+
+    def device_get_p2p_status(self, one, other, asked):
+        assert self.open > 0
+        lacking = {2: self.without_nvlink, 3: self.without_atomics}[asked]
+        return 5 if {(one, other), (other, one)} & lacking else 0

@@ -6,6 +6,7 @@ only remembers.
 
 import dataclasses
 import re
+import threading
 import types
 
 import harness
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import node_primitives, node_wire
-from jax_ep.peer_memory import CannotWork
+from jax_ep.bootstrap import CannotWork
 
 pytestmark = pytest.mark.skipif(
     harness.ON_GPU or harness.PROCESSES > 1, reason="virtual CPU devices stand in"
@@ -176,11 +177,11 @@ class Peers:
     def name(self, process):
         return f"process {process}"
 
-    def gather(self, what, value):
-        return {0: value, 1: self.others.get(what.replace(" ", "_"), value)}
-
-    def agree(self, what, problem):
-        return problem or self.others.get(what)
+    def gather(self, what, value, problem=None):
+        its = self.others.get(what, value)
+        if problem or isinstance(its, str):
+            raise CannotWork(problem or its)
+        return {0: value, 1: its}
 
 
 def rails(nodes=2, size=2):
@@ -233,7 +234,7 @@ def test_rails_are_connected_and_released(monkeypatch, processes):
         (Module(), Peers(NCCL="process 1: none"), "process 1: none"),
         (
             Module(),
-            Peers(**{"NCCL's_version": 22304}),
+            Peers(NCCL=22304),
             "the same everywhere: process 0 has 2.28.3, process 1 has 2.23.4",
         ),
         (Module(connects="no route"), None, r"no route \(NCCL 2\.28\.3; NCCL_DEBUG"),
@@ -248,6 +249,22 @@ def test_all_hear_what_does_not_work(monkeypatch, module, processes, words):
     assert module.released == ([7] if hasattr(module, "connected") else [])
 
 
-def test_a_rail_that_nobody_else_comes_to():
-    problem = node_wire._in_time(lambda: __import__("time").sleep(5) or "", 0.05)
-    assert problem == "NCCL did not connect the nodes within 0.1 s"
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_rail_that_nobody_else_comes_to(is_late):
+    """What a late thread connects after all it gives back itself."""
+    goes_on, released = threading.Event(), threading.Event()
+
+    def connect():
+        goes_on.wait()
+        return ""
+
+    if not is_late:
+        goes_on.set()
+    attempt = node_wire._Attempt(connect, released.set)
+    late = "NCCL did not connect the nodes within 0.1 s"
+    assert attempt.wait(0.1 if is_late else 60) == (late if is_late else None)
+    attempt.give_back()
+    assert released.is_set() == (not is_late)
+    goes_on.set()
+    attempt._thread.join()
+    assert released.is_set()

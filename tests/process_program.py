@@ -5,8 +5,10 @@ own. It prints what the test waits for, and ends with an error that it must not
 have got.
 """
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import pathlib
 import random
@@ -150,6 +152,105 @@ def killed_in_set_up():
     leave()
 
 
+def killed_inside_set_up():
+    """At its third step, of three processes."""
+    if jax.process_index() == 2:
+        fail_at(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    create = lambda: communicator(setup_timeout_s=3.0)  # noqa: E731
+    assert fails(create, "process 2", "waited 3.0 s") < 4.5
+    leave()
+
+
+class Injected(Exception):
+    """What goes wrong on purpose."""
+
+
+def fail_at(step, act, when="before"):
+    """The set-up's so-many-th step has `act` called before or after it."""
+    gather, steps = bootstrap.Processes.gather, itertools.count(1)
+
+    def counted(self, what, value, problem=None):
+        its = next(steps) == step
+        if its and when == "before":
+            act()
+        found = gather(self, what, value, problem)
+        if its and when == "after":
+            act()
+        return found
+
+    bootstrap.Processes.gather = counted
+    return gather
+
+
+def held():
+    """What a set-up may leave: descriptors, mappings, threads of its own."""
+    gc.collect()
+    tasks = pathlib.Path("/proc/self/task")
+    mine = (tasks / str(os.getpid()) / "comm").read_text()
+    names = []
+    for task in tasks.iterdir():
+        # gRPC's come and go.
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text())
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    files = pathlib.Path("/proc/self/fd")
+    targets = []
+    for file in files.iterdir():
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(file))
+    return {
+        "mappings": maps.count("memfd:jax_ep"),
+        "threads": names.count(mine),
+        "memory": sum("memfd:jax_ep" in target for target in targets),
+        "sockets": len(unix_sockets() & set(targets)),
+    }
+
+
+def unix_sockets():
+    lines = pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]
+    return {f"socket:[{line.split()[6]}]" for line in lines}
+
+
+def fails_at_each_step(when, node_size):
+    """Process 1 fails at each step in turn, all give everything back, and go on."""
+
+    def act():
+        raise Injected
+
+    options = {"node_size": int(node_size)} if int(node_size) else {}
+    with communicator(**options):  # what JAX starts at first sight stays
+        pass
+    before, its, error = held(), jax.process_index() == 1, None
+    for step in range(1, 100):
+        gather = fail_at(step if its else 0, act, when)
+        comm, error = None, None
+        try:
+            comm = communicator(**options)
+        except (Injected, RuntimeError) as raised:
+            error = raised.with_traceback(None)
+        finally:
+            bootstrap.Processes.gather = gather
+        if comm is not None:
+            comm._finalizer()
+        client = bootstrap.distributed_client()
+        if jax.process_index() == 0:
+            client.key_value_set(f"step {step}", "fails" if error else "works")
+        # What the others hold of this one goes with theirs.
+        client.wait_at_barrier(f"step {step}", 60_000)
+        assert held() == before, (step, held(), before)
+        # Behind the last step the others do not hear of it.
+        if client.blocking_key_value_get(f"step {step}", 1000) == "works":
+            break
+        right = Injected if its else RuntimeError
+        assert isinstance(error, right), error
+        assert its or "process 1 (ranks 2, 3) failed: Injected" in str(error), error
+    say("STEPS", step)
+    assert (error is None) == (not its or when == "before"), error
+    with communicator(**options) as comm:
+        ids, x = inputs(comm)
+        assert_right(there_and_back(comm)(ids, x), x)
+
+
 def killed_between_calls():
     comm = communicator(30.0)
     ids, x = inputs(comm)
@@ -205,7 +306,9 @@ class TwoHosts:
         }
         fabric.note = lambda devices: {"domain": domain, "problem": no_handles}
         reach.why_not_cuda = lambda groups: None
-        reach.why_not_between = lambda groups, processes: processes.agree("asked", None)
+        reach.places = lambda groups, processes: {}
+        reach.why_not_between = lambda groups, where, processes: None
+        reach.why_torn = lambda groups, where: None
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
         window_memory.free_bytes = lambda groups: 1 << 40
@@ -215,9 +318,7 @@ class TwoHosts:
         self.nodes, self.near = groups, processes.members
         self.sockets = sockets(processes, links)
         problem = "broken" if processes.me in self.problems else None
-        problem = processes.agree("memory", problem)
-        if problem:
-            raise peer_memory.CannotWork(problem)
+        processes.gather("memory", None, problem)
         return peer_memory.CudaMemory(lambda: self.released.append("node"), 1)
 
     def set_up_windows(self, identity, groups, size, *, processes, links, **_):

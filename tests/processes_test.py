@@ -114,6 +114,20 @@ def test_killed_in_set_up(tmp_path):
     )
 
 
+def test_killed_inside_set_up(tmp_path):
+    logs = run("killed_inside_set_up", tmp_path, processes=3, killed=[2])
+    for log in logs[:2]:
+        assert "waited 3.0 s for process 2 (ranks 4, 5), which did not come" in log
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("processes", "node_size"), [(2, 0), (3, 2)])
+def test_fails_in_one_process_at_each_step(processes, node_size, when, tmp_path):
+    logs = run("fails_at_each_step", tmp_path, when, node_size, processes=processes)
+    (steps,) = {re.search(r"STEPS (\d+)", log).group(1) for log in logs}
+    assert int(steps) > 6
+
+
 def test_never_comes_to_set_up(tmp_path):
     run("never_comes", tmp_path, killed=[1])
 

@@ -10,7 +10,9 @@ import itertools
 import os
 import threading
 import types
+import warnings
 
+import fake_service
 import jax
 import numpy as np
 import pytest
@@ -23,42 +25,27 @@ from fake_gpus import (
     CommunicatorArguments,
     Driver,
     Gpu,
+    Nvml,
+    NvmlError,
     Place,
     close_fabric,
     fabric_files,
 )
 
-from jax_ep import bootstrap, gpu_memory, native, peer_memory, reach, window_memory
+from jax_ep import (
+    bootstrap,
+    gpu_memory,
+    native,
+    nvml,
+    peer_memory,
+    reach,
+    window_memory,
+)
+from jax_ep.links import Links
 
 CONTROL, STAGING = 1000, 4096
 _here = threading.local()
 _numbers = itertools.count(1000)
-
-
-class Store:
-    """JAX's key-value store, for threads."""
-
-    def __init__(self):
-        self._values = {}
-        self._changed = threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self._changed:
-            assert key not in self._values, key
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: key in self._values, timeout_ms / 1000
-            ):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-            return self._values[key]
-
-    def key_value_delete(self, key):
-        with self._changed:
-            self._values.pop(key)
 
 
 class Module:
@@ -123,7 +110,7 @@ class Job:
         self.groups = [[devices[i] for i in g] for g in groups] if groups else [devices]
         self._over_hosts = over_hosts
         self._number = next(_numbers)
-        self._store = Store()
+        self._service = fake_service.Service()
 
     def run(self, staging_bytes=STAGING, timeout_s=5.0, num_channels=2):
         """What set_up_cuda gave or raised in each process."""
@@ -146,13 +133,18 @@ class Job:
         _here.process = process
         members = range(len(self.processes))
         peers = bootstrap.Processes(
-            members, process.number, timeout_s, client=self._store
+            members,
+            process.number,
+            timeout_s,
+            client=fake_service.Client(self._service),
         )
-        peers.number = self._number
-        if self._over_hosts:
-            yield peers, None
-            return
-        with contextlib.closing(bootstrap.Links()) as links:
+        peers._conversation.number = self._number
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(peers.all_or_none())
+            if self._over_hosts:
+                yield peers, None
+                return
+            links = stack.enter_context(contextlib.closing(Links()))
             assert links.connect(peers, peers.gather("hosts", links.host)) is None
             yield peers, links
 
@@ -171,7 +163,8 @@ class Job:
 
     def _set_up(self, process, staging_bytes, timeout_s, num_channels):
         with self._meet(process, timeout_s) as (peers, links):
-            problem = reach.why_not_between(self.groups, peers)
+            where = reach.places(self.groups, peers)
+            problem = reach.why_not_between(self.groups, where, peers)
             if problem is not None:
                 return problem
             return peer_memory.set_up_cuda(
@@ -204,6 +197,7 @@ def in_threads(monkeypatch):
     monkeypatch.setattr(gpu_memory, "driver", lambda: _here.process.driver)
     monkeypatch.setattr(gpu_memory, "arenas", arenas)
     monkeypatch.setattr(native, "cuda", lambda: _here.process.module)
+    monkeypatch.setattr(nvml, "bindings", Nvml)
     monkeypatch.setattr(
         reach,
         "is_here",
@@ -395,7 +389,7 @@ def test_control_memory_that_cannot_be_mapped_names_the_pair():
         "jax_ep: cuMemSetAccess failed: CUDA_ERROR_INVALID_VALUE"
     )
     for error in job.run():
-        assert isinstance(error, peer_memory.CannotWork)
+        assert isinstance(error, bootstrap.CannotWork)
         assert str(error) == message
     close(job)
 
@@ -486,12 +480,130 @@ def test_pairs_that_cannot_reach_each_other():
     close(job)
 
 
-def test_gpus_that_a_process_does_not_see_are_not_asked_about():
-    job = Job(["00:1"], ["00:2"], see_all=False)
+# Links of GPUs that a process does not see ------------------------------------
+
+
+def hidden(*gpus, **options):
+    """Processes each of which sees its own GPU alone; the driver knows no pair."""
+    job = Job(*([gpu] for gpu in gpus), see_all=False, **options)
     for process in job.processes:
         process.driver.unreachable = {(0, 1), (1, 0), (0, 0)}
-    assert all(isinstance(held, peer_memory.CudaMemory) for held in job.run())
+    return job
+
+
+def use_nvml(monkeypatch, made):
+    monkeypatch.setattr(nvml, "bindings", lambda: made)
+
+
+def works(job):
+    held = job.run()
+    assert all(isinstance(one, peer_memory.CudaMemory) for one in held), held
     close(job)
+
+
+def test_hidden_gpus_that_nvlink_joins(monkeypatch):
+    # NVLink has atomic operations, whatever NVML says of PCIe.
+    made = Nvml(without_atomics={("00:1", "00:2")})
+    use_nvml(monkeypatch, made)
+    works(hidden("00:1", "00:2"))
+    assert made.open == 0
+
+
+def test_hidden_gpus_with_atomics_over_pcie(monkeypatch):
+    use_nvml(monkeypatch, Nvml(without_nvlink={("00:1", "00:2")}))
+    works(hidden("00:1", "00:2"))
+
+
+def test_hidden_gpus_that_only_pcie_joins(monkeypatch):
+    lacking = {("00:1", "00:3"), ("00:2", "00:3")}
+    use_nvml(monkeypatch, Nvml(lacking, lacking))
+    job = hidden("00:1", "00:2", "00:3")
+    no = "no NVLink and no atomic operations between devices"
+    for problem in job.run():
+        assert problem == (
+            f"process 0: {no} (0, 2); process 1: {no} (1, 2); "
+            f"process 2: {no} (2, 0), (2, 1)"
+        )
+    close(job)
+
+
+def test_only_pairs_of_a_group_are_asked_about(monkeypatch):
+    lacking = {("00:1", "00:3"), ("00:1", "00:4"), ("00:2", "00:4")}
+    use_nvml(monkeypatch, Nvml(lacking, lacking))
+    works(hidden("00:1", "00:2", "00:3", "00:4", groups=[[0, 1], [2, 3]]))
+
+
+def test_processes_that_share_a_gpu_need_no_link(monkeypatch):
+    lacking = {("00:1", "00:1"), ("00:2", "00:2")}
+    use_nvml(monkeypatch, Nvml(lacking, lacking))
+    works(hidden("00:1", "00:1", "00:2", "00:2"))
+
+
+def test_one_end_of_a_pair_that_knows_is_enough(monkeypatch):
+    """Of processes 0 and 1, which share a GPU, neither sees process 2's."""
+    job = hidden("00:1", "00:1", "00:2")
+    bindings = iter([None, Nvml(), None])
+    mine = [next(bindings) for _ in job.processes]
+    monkeypatch.setattr(nvml, "bindings", lambda: mine[_here.process.number])
+    works(job)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (None, "NVML can be asked of cuda-bindings from 12.9.6 or 13.2 on"),
+        (Nvml(unknown={"00:2"}), "NVML knows nothing of 00:1 and 00:2: Not Found"),
+    ],
+)
+def test_links_of_which_nobody_can_say_anything(monkeypatch, made, reason):
+    """Each process warns once, and goes on."""
+    use_nvml(monkeypatch, made)
+    job = hidden("00:1", "00:2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = job.run()
+    assert all(isinstance(one, peer_memory.CudaMemory) for one in held)
+    assert len(caught) == 2
+    for warning in caught:
+        text = str(warning.message)
+        assert "whether NVLink joins devices (0, 1), without which" in text
+        assert reason in text
+    close(job)
+
+
+def test_nvml_that_does_not_start(monkeypatch):
+    made = Nvml()
+    made.init_v2 = lambda: (_ for _ in ()).throw(NvmlError("driver not loaded"))
+    use_nvml(monkeypatch, made)
+    links, reason = nvml.links([("00:1", "00:2")])
+    assert links == {}
+    assert reason == "NVML cannot say how GPUs are joined: driver not loaded"
+
+
+def test_lines_are_whole_over_nvlink_alone(monkeypatch):
+    """Asked about all pairs, also those that a process sees."""
+    job = Job(["00:1", "00:2"], ["00:3"])
+    pairs = itertools.combinations(["00:1", "00:2", "00:3"], 2)
+    made = Nvml(pairs)
+    use_nvml(monkeypatch, made)
+    works(job)  # which wants atomic operations alone
+    groups = job.groups
+    host = reach._host()
+    where = {d.id: (host, f"00:{d.id + 1}") for d in groups[0]}
+    found = {}
+    for process in job.processes:
+        _here.process = process
+        found[process.number] = reach.why_torn(groups, where)
+    no = "no NVLink between devices"
+    assert found == {
+        0: f"{no} (0, 1), (0, 2), (1, 0), (1, 2)",
+        1: f"{no} (2, 0), (2, 1)",
+    }
+    made.without_nvlink = set()
+    assert reach.why_torn(groups, where) is None
+    # Over hosts of a domain there is nothing but NVLink.
+    made.without_nvlink = {("00:3", "00:1"), ("00:3", "00:2")}
+    assert reach.why_torn(groups, {0: ("far", "00:1"), 1: ("far", "00:2")}) is None
 
 
 def test_windows_are_control_memory_alone():
@@ -576,7 +688,7 @@ def test_two_processes_on_one_gpu():
     close(job)
 
 
-def test_a_process_that_dies_before_the_end():
+def test_a_process_that_fails_before_the_end():
     """The other gives back what it had, also what the native side had taken."""
     job = Job(["00:1"], ["00:2"])
 
@@ -584,9 +696,9 @@ def test_a_process_that_dies_before_the_end():
         raise KeyboardInterrupt
 
     job.processes[1].module.create_communicator = die
-    first, second = job.run(timeout_s=1.0)
+    first, second = job.run(timeout_s=60.0)
     assert isinstance(second, KeyboardInterrupt)
-    assert "ready: process 0 waited 1.0 s for process 1" in str(first)
+    assert "ready: process 1 failed: KeyboardInterrupt" in str(first)
     assert job.processes[0].module.released == [7]
     close(job)
 

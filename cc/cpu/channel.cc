@@ -42,7 +42,9 @@ std::string Describe(const CallShape& shape) {
   const bool low_latency =
       shape.op == Op::kLowLatencyDispatch || shape.op == Op::kLowLatencyCombine;
   std::string rows;
-  for (int i = 0; i < shape.num_leaves; ++i) {
+  // A peer's shape is what the peer says.
+  const int num_leaves = std::min<int>(shape.num_leaves, kMaxLeaves);
+  for (int i = 0; i < num_leaves; ++i) {
     rows += (i == 0 ? "" : " + ") + std::to_string(shape.row_bytes[i]);
   }
   rows = std::string(OpName(shape.op)) + " of rows of " + rows +
