@@ -1,0 +1,345 @@
+"""The JAX primitives of grouped products.
+
+With the rows i of a [M, .] array grouped, group after group, as group_sizes say:
+
+    rows(lhs, rhs)[i] = lhs[i] @ rhs[g]      where row i is one of group g,
+                        0                    behind the last group;
+                        or by rhs[g].T
+    weights(lhs, rhs)[g] = sum over the rows i of g of lhs[i, :, None] * rhs[i]
+
+Each is linear in lhs and in rhs, and the transposes of each are the others, so
+derivatives of every kind and order are these again. What rows behind the last
+group hold is read by none of them.
+
+On CUDA a kernel of mosaic_products.py does it where there is one, everywhere else
+jax.lax.ragged_dot. Which is decided when a program is lowered for its device.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ep import checks
+from jax_ep.primitive_rules import (
+    define_everywhere,
+    each_element,
+    lower_plain,
+    make_varying,
+    varying,
+    zero_tangent,
+)
+
+
+def rows(
+    group_sizes: jax.Array,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    group_alignment: int,
+    precision: Any,
+    dtype: Any,
+) -> jax.Array:
+    """Binds ep_ragged_rows: [M, K] by [G, K, N] (or [G, N, K]) -> [M, N]."""
+    (out,) = rows_p.bind(
+        *equally_varying(group_sizes, lhs, rhs),
+        transpose_rhs=transpose_rhs,
+        group_alignment=group_alignment,
+        precision=precision,
+        dtype=np.dtype(dtype),
+    )
+    return out
+
+
+def bias_rows(
+    group_sizes: jax.Array, bias: jax.Array, num_rows: int, dtype: Any
+) -> jax.Array:
+    """bias [G, N] -> [num_rows, N]: that of each row's group, 0 behind the last.
+
+    A product by a column of ones, so that its derivative is one of products: a sum
+    in a fixed order, that rows behind the last group have no part in.
+    """
+    return rows(
+        group_sizes,
+        jnp.ones((num_rows, 1), dtype),
+        bias[:, None, :].astype(dtype),
+        group_alignment=1,
+        precision=None,
+        dtype=dtype,
+    )
+
+
+def equally_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """All of them varying over what one of them varies over."""
+    axes = frozenset().union(*map(varying, operands))
+    return tuple(make_varying(a, axes) for a in operands)
+
+
+def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The abstract value of a result that varies as `like` does."""
+    return like.update(
+        shape=shape,
+        dtype=np.dtype(dtype),
+        weak_type=False,
+        # No dimension is sharded, as grouped_products.py has checked.
+        sharding=like.sharding.update(
+            spec=jax.sharding.PartitionSpec(*(None for _ in shape))
+        ),
+    )
+
+
+def _rows_abstract_eval(group_sizes, lhs, rhs, *, transpose_rhs, dtype, **_):
+    del group_sizes
+    return [result_aval(lhs, (lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)]
+
+
+def _weights_abstract_eval(group_sizes, lhs, rhs, *, dtype, **_):
+    shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    return [result_aval(lhs, shape, dtype)]
+
+
+def _n(transpose_rhs: bool) -> int:
+    """The axis of rhs that the result has, too."""
+    return 1 if transpose_rhs else 2
+
+
+# Plain JAX -------------------------------------------------------------------
+
+
+def _plain_rows(group_sizes, lhs, rhs, *, transpose_rhs, precision, dtype, **_):
+    if 0 in lhs.shape or 0 in rhs.shape:
+        return [jnp.zeros((lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)]
+    if _is_bias(lhs, transpose_rhs):
+        group, inside = _group_of_rows(group_sizes, lhs.shape[0])
+        bias = jnp.where(inside[:, None], rhs[group, 0], 0)
+        return [jnp.where(inside[:, None], lhs * bias, 0).astype(dtype)]
+    contracted = 3 - _n(transpose_rhs)
+    return [
+        lax.ragged_dot_general(
+            lhs,
+            rhs,
+            group_sizes,
+            lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(([1], [contracted]), ([], [])),
+                lhs_ragged_dimensions=[0],
+                rhs_group_dimensions=[0],
+            ),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+    ]
+
+
+def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
+    if 0 in lhs.shape or 0 in rhs.shape or 0 in group_sizes.shape:
+        return [jnp.zeros((*group_sizes.shape, lhs.shape[1], rhs.shape[1]), dtype)]
+    if _is_bias(lhs):
+        group, inside = _group_of_rows(group_sizes, lhs.shape[0])
+        of_group = group[:, None] == jnp.arange(len(group_sizes))
+        terms = jnp.where(inside[:, None], lhs * rhs, 0)
+        sums = lax.dot_general(
+            (of_group & inside[:, None]).astype(terms.dtype),
+            terms,
+            (([0], [0]), ([], [])),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=dtype,
+        )
+        return [sums[:, None]]
+    return [
+        lax.ragged_dot_general(
+            lhs,
+            rhs,
+            group_sizes,
+            lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(([0], [0]), ([], [])),
+                lhs_ragged_dimensions=[0],
+                rhs_group_dimensions=[],
+            ),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+    ]
+
+
+def _is_bias(lhs, transpose_rhs: bool = False, **_) -> bool:
+    """Whether rows are one number, as those of bias_rows: no product is needed."""
+    return lhs.shape[1] == 1 and not transpose_rhs
+
+
+def _group_of_rows(group_sizes, num_rows: int):
+    """(i32[M], bool[M]): the group of each row, and whether it has one."""
+    ends = jnp.cumsum(group_sizes)
+    # The default method is a loop of small kernels on GPUs.
+    group = jnp.searchsorted(
+        ends, jnp.arange(num_rows), side="right", method="compare_all"
+    )
+    inside = group < len(group_sizes)
+    return jnp.where(inside, group, 0), inside
+
+
+# Lowering --------------------------------------------------------------------
+
+
+def device_of(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
+    """A device that the program is lowered for; None where nobody knows it."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0]
+    try:
+        backend = ctx.module_context.get_backend(optional=True)
+    except RuntimeError:  # Lowered on a machine without such devices.
+        return None
+    return None if backend is None else backend.local_devices()[0]
+
+
+def _cuda_lowering(plain: Callable, kernel: str, ctx, *operands, **params):
+    group_sizes, lhs, rhs = ctx.avals_in
+    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape) or _is_bias(lhs, **params):
+        return lower_plain(ctx, plain, operands, params)
+    # Pallas takes time to import, and only a program for GPUs wants it.
+    from jax_ep import mosaic_products
+
+    reason = mosaic_products.unsupported_reason(
+        kernel, lhs, rhs, params["dtype"], device_of(ctx)
+    )
+    if reason is not None:
+        _warn(reason)
+        return lower_plain(ctx, plain, operands, params)
+
+    def run(group_sizes, lhs, rhs, *, precision, dtype, **params):
+        del precision  # Factors have 16 bits, their products are exact.
+        of_name = getattr(mosaic_products, kernel)
+        return [of_name(lhs, rhs, group_sizes, out_dtype=dtype, **params)]
+
+    return lower_plain(ctx, run, operands, params)
+
+
+def _rocm_lowering(plain: Callable, ctx, *operands, **params):
+    _warn("the kernels are for NVIDIA GPUs")
+    return lower_plain(ctx, plain, operands, params)
+
+
+def _warn(reason: str) -> None:
+    """Python shows one warning for each reason: it is always of this line."""
+    warnings.warn(
+        "jax_ep.ragged_dot: falling back to jax.lax.ragged_dot, which is slow on "
+        f"GPUs: {reason}",
+        stacklevel=1,
+    )
+
+
+# Differentiation -------------------------------------------------------------
+
+
+def _jvp(primitive: Primitive, primals, tangents, **params):
+    group_sizes, lhs, rhs = primals
+    _, lhs_dot, rhs_dot = tangents
+    outputs = primitive.bind(*primals, **params)
+    terms = []
+    if type(lhs_dot) is not ad.Zero:
+        terms += primitive.bind(group_sizes, lhs_dot, rhs, **params)
+    if type(rhs_dot) is not ad.Zero:
+        terms += primitive.bind(group_sizes, lhs, rhs_dot, **params)
+    if not terms:
+        return outputs, [zero_tangent(outputs[0])]
+    return outputs, [functools.reduce(ad.add_jaxvals, terms)]
+
+
+def _rows_transpose(cotangents, group_sizes, lhs, rhs, *, transpose_rhs, **params):
+    (ct,) = cotangents
+    linear = lhs if ad.is_undefined_primal(lhs) else rhs
+    if type(ct) is ad.Zero:
+        out = ad.Zero(linear.aval)
+    elif linear is lhs:
+        params |= {"dtype": lhs.aval.dtype, "transpose_rhs": not transpose_rhs}
+        (out,) = rows_p.bind(group_sizes, ct, rhs, **params)
+    else:
+        factors = (ct, lhs) if transpose_rhs else (lhs, ct)
+        params |= {"dtype": rhs.aval.dtype}
+        (out,) = weights_p.bind(group_sizes, *factors, **params)
+    return [None, out, None] if linear is lhs else [None, None, out]
+
+
+def _weights_transpose(cotangents, group_sizes, lhs, rhs, **params):
+    (ct,) = cotangents
+    by_lhs = ad.is_undefined_primal(lhs)
+    linear, other = (lhs, rhs) if by_lhs else (rhs, lhs)
+    out = ad.Zero(linear.aval)
+    if type(ct) is not ad.Zero:
+        params |= {"dtype": linear.aval.dtype, "transpose_rhs": by_lhs}
+        (out,) = rows_p.bind(group_sizes, other, ct, **params)
+    return [None, out, None] if by_lhs else [None, None, out]
+
+
+# Batching: where one operand alone has a batch, it is one product ------------
+
+
+def _rows_batch(args, dims, *, transpose_rhs, **params):
+    group_sizes, lhs, rhs = args
+    params |= {"transpose_rhs": transpose_rhs}
+    if dims[0] is None and dims[2] is None:
+        # Rows of a batch stand together, and groups are longer.
+        lhs = jnp.moveaxis(lhs, dims[1], 1)
+        num_rows, batch, _ = lhs.shape
+        if batch and num_rows * batch <= checks.INT32_MAX:
+            lhs = lhs.reshape(num_rows * batch, -1)
+            (out,) = rows_p.bind(group_sizes * batch, lhs, rhs, **params)
+            return [out.reshape(num_rows, batch, -1)], [1]
+    if dims[0] is None and dims[1] is None:
+        # Columns of all the batch's matrices.
+        n = _n(transpose_rhs)
+        rhs = jnp.moveaxis(rhs, dims[2], n)
+        shape = list(rhs.shape)
+        batch, columns = shape[n : n + 2]
+        shape[n : n + 2] = [batch * columns]
+        (out,) = rows_p.bind(group_sizes, lhs, rhs.reshape(shape), **params)
+        return [out.reshape(-1, batch, columns)], [1]
+    return each_element(rows_p, args, dims, **params)
+
+
+def _weights_batch(args, dims, **params):
+    group_sizes, *factors = args
+    batched = [i for i in (1, 2) if dims[i] is not None]
+    if dims[0] is not None or len(batched) == 2:
+        return each_element(weights_p, args, dims, **params)
+    (i,) = batched
+    factor = jnp.moveaxis(args[i], dims[i], 1)
+    num_rows, batch, columns = factor.shape
+    factors[i - 1] = factor.reshape(num_rows, batch * columns)
+    (out,) = weights_p.bind(group_sizes, *factors, **params)
+    shape = list(out.shape)
+    shape[i : i + 1] = [batch, columns]
+    return [out.reshape(shape)], [i]
+
+
+# Definitions -----------------------------------------------------------------
+
+
+def _define(name: str, abstract_eval, plain, kernel: str) -> Primitive:
+    rules = {
+        "cuda": functools.partial(_cuda_lowering, plain, kernel),
+        "rocm": functools.partial(_rocm_lowering, plain),
+    }
+    primitive = define_everywhere(name, abstract_eval, plain, rules)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    return primitive
+
+
+rows_p = _define("ep_ragged_rows", _rows_abstract_eval, _plain_rows, "rows")
+ad.primitive_transposes[rows_p] = _rows_transpose
+batching.primitive_batchers[rows_p] = _rows_batch
+weights_p = _define(
+    "ep_ragged_weights", _weights_abstract_eval, _plain_weights, "weights"
+)
+ad.primitive_transposes[weights_p] = _weights_transpose
+batching.primitive_batchers[weights_p] = _weights_batch
