@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, node_plan, primitives
+from jax_ep import checks, node_plan, primitives, product_primitives
 from jax_ep.communicator import Communicator
 
 # kMaxTopK in cc/layout.h.
@@ -84,7 +84,7 @@ def make_plan(
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    expert_alignment: int = 1,
+    expert_alignment: int | None = 1,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
 ) -> Plan:
@@ -108,7 +108,9 @@ def make_plan(
         multiple of the (token, k) pairs of a rank when all experts are equally
         busy: capacity = factor * pairs, at most R * T, and expert_capacity =
         factor * pairs plus the pads. 1 is enough for perfect balance.
-      expert_alignment: group_sizes is rounded up to a multiple of it.
+      expert_alignment: group_sizes is rounded up to a multiple of it. None: what
+        `ragged_dot` and `gated_mlp` want of groups, 128 on GPUs and 1 elsewhere;
+        1 with an expert_capacity that is no multiple of that.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
         `permute` makes. Default: the worst case, min(C, R * T) * K and the
         pads, where nothing can be dropped. Expert rows past S are dropped: they
@@ -224,7 +226,7 @@ def check_request(
     num_experts: int,
     capacity: int | None,
     capacity_factor: float | None,
-    expert_alignment: int,
+    expert_alignment: int | None,
     expert_capacity: int | None,
     node_capacity: int | None,
 ) -> PlanRequest:
@@ -249,6 +251,8 @@ def check_request(
         )
     num_tokens, top_k = topk_idx.shape
     num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    if expert_alignment is None:
+        expert_alignment = _best_alignment(comm, expert_capacity)
     expert_alignment = checks.check_small_integer(
         "make_plan", "expert_alignment", expert_alignment
     )
@@ -290,6 +294,14 @@ def check_request(
         worst_case=worst_case,
         node_capacity=min(node_capacity, max(1, num_tokens)),
     )
+
+
+def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
+    """What products want of groups, where S lets them have it."""
+    best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
+    if isinstance(expert_capacity, int) and expert_capacity % best:
+        return 1
+    return best
 
 
 def _balanced_pairs(

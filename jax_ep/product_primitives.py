@@ -40,6 +40,15 @@ from jax_ep.primitive_rules import (
 )
 
 
+def best_alignment(platform: str) -> int:
+    """What sizes of groups should be multiples of, for products on `platform`.
+
+    Kernels take 128 rows at a time; where groups are aligned to that, all of them
+    have one matrix.
+    """
+    return 128 if platform == "gpu" else 1
+
+
 def rows(
     group_sizes: jax.Array,
     lhs: jax.Array,
