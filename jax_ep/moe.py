@@ -59,8 +59,8 @@ def moe(
       capacity: C, see `make_plan`. The Plan tells about demand and overflow:
         `moe_with_plan` lets you look at it.
       capacity_factor: see `make_plan`.
-      expert_alignment: see `make_plan`. The result does not depend on it; the
-        default, None, is what products are fastest with.
+      expert_alignment: see `make_plan`. The default, None, is what products are
+        fastest with. Where no expert row is dropped results do not depend on it.
       expert_capacity: S, see `make_plan`.
       node_capacity: see `make_plan`.
 

@@ -299,7 +299,7 @@ def check_request(
 def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
     """What products want of groups, where S lets them have it."""
     best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
-    if isinstance(expert_capacity, int) and expert_capacity % best:
+    if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
         return 1
     return best
 
