@@ -20,13 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching
 
 from jax_ep import product_primitives
 from jax_ep.primitive_rules import define_everywhere, lower_plain, zero_tangent
-from jax_ep.product_primitives import bias_rows, equally_varying, result_aval
+from jax_ep.product_primitives import bias_rows, equally_varying, result_aval, wide
 
 # (gate, up) -> hidden, number by number.
 Glu = Callable[[jax.Array, jax.Array], jax.Array]
@@ -53,11 +52,6 @@ def gated(
         precision=precision,
     )
     return hidden
-
-
-def wide(dtype: Any) -> np.dtype:
-    """The dtype of sums and of what is computed from them."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +147,19 @@ def _cuda_lowering(plain: Callable, kernel: str, ctx, *operands, glu, **params):
     """A kernel where there is one for these rows and this glu, else products."""
     from jax_ep import mosaic_products
 
-    reason = mosaic_products.unsupported_reason(
-        kernel,
-        *ctx.avals_in[1:3],
-        ctx.avals_in[1].dtype,
-        product_primitives.device_of(ctx),
-        params["group_alignment"],
+    group_sizes, rows, w_gate, *_ = ctx.avals_in
+    glu_fits = in_kernels(glu_jaxpr(glu, ctx.avals_out[0].shape, rows.dtype))
+    reason = (
+        "glu"
+        if not glu_fits
+        else mosaic_products.unsupported_reason(
+            [rows, w_gate], ctx.avals_out, product_primitives.device_of(ctx)
+        )
     )
-    rows, weights = ctx.avals_in[1:3]
-    hidden = (rows.shape[0], weights.shape[2])
-    if reason is not None or not in_kernels(glu_jaxpr(glu, hidden, rows.dtype)):
+    if reason is not None or 0 in (*group_sizes.shape, *rows.shape, *w_gate.shape):
         return lower_plain(ctx, plain, operands, {"glu": glu, **params})
 
-    def run(*operands):
-        return getattr(mosaic_products, kernel)(*operands, glu=glu, **params)
+    def run(group_sizes, rows, w_gate, w_up, *others): ...
 
     return lower_plain(ctx, run, operands, {})
 
@@ -178,25 +171,21 @@ def _jvp(primals, tangents, **params):
     group_sizes, rows, *others = primals
     outputs = gated_p.bind(*primals, **params)
     products = {k: v for k, v in params.items() if k != "glu"}
-    dots = []
-    for i in range(2):
-        # Tangents of gate (or up): of rows, of its weights, of its bias.
-        weights, bias = others[i], others[2 + i :: 2]
-        terms = []
-        if type(tangents[1]) is not ad.Zero:
-            terms.append((tangents[1], weights))
-        if type(tangents[2 + i]) is not ad.Zero:
-            terms.append((rows, tangents[2 + i]))
-        terms = [
-            product_primitives.rows(group_sizes, *t, dtype=rows.dtype, **products)
-            for t in terms
-        ]
-        if bias and type(tangents[4 + i]) is not ad.Zero:
-            terms.append(
-                bias_rows(group_sizes, tangents[4 + i], len(rows), rows.dtype)
-            )
-        dots.append(functools.reduce(jnp.add, terms) if terms else None)
-    if dots == [None, None]:
+    products |= {"dtype": rows.dtype, "transpose_rhs": False}
+    dots: list[Any] = [None, None]  # of gate and up
+    if type(tangents[1]) is not ad.Zero:
+        dots = product_primitives.row_blocks(
+            group_sizes, [tangents[1]], [others[:2]], **products
+        )
+    for i, dot in enumerate(tangents[2:]):
+        if type(dot) is ad.Zero:
+            continue
+        if i < 2:
+            term = product_primitives.rows(group_sizes, rows, dot, **products)
+        else:
+            term = bias_rows(group_sizes, dot, len(rows), rows.dtype)
+        dots[i % 2] = term if dots[i % 2] is None else dots[i % 2] + term
+    if all(dot is None for dot in dots):
         return outputs, [zero_tangent(outputs[0])]
     dots = [jnp.zeros_like(outputs[0]) if d is None else d for d in dots]
     return outputs, gated_jvp_p.bind(*equally_varying(*primals, *dots), **params)
@@ -264,9 +253,7 @@ ad.primitive_jvps[gated_jvp_p] = functools.partial(
     _linear_jvp, gated_jvp_p, _plain_jvp, 2
 )
 ad.primitive_transposes[gated_jvp_p] = _jvp_transpose
-gated_vjp_p = _define(
-    "ep_gated_vjp", _vjp_abstract_eval, _plain_vjp, "gated_backward"
-)
+gated_vjp_p = _define("ep_gated_vjp", _vjp_abstract_eval, _plain_vjp, "gated_backward")
 ad.primitive_jvps[gated_vjp_p] = functools.partial(
     _linear_jvp, gated_vjp_p, _plain_vjp, 1
 )

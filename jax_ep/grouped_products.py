@@ -168,7 +168,7 @@ def gated_mlp(
     )
     if b_down is None:
         return output
-    dtype = gated_primitives.wide(rows.dtype)
+    dtype = product_primitives.wide(rows.dtype)
     bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
     return (output + bias).astype(rows.dtype)
 
@@ -214,7 +214,7 @@ def _check_array(
         )
     shape = array.shape
     if len(shape) != len(sizes) or any(
-        want not in (None, have) for want, have in zip(sizes, shape)
+        want not in (None, have) for want, have in zip(sizes, shape, strict=True)
     ):
         named = zip(letters.split(", "), sizes, strict=True)
         known = ", ".join(f"{letter} = {n}" for letter, n in named if n is not None)
@@ -275,7 +275,7 @@ def _checked_glu(
     glu = gated_primitives.Gated(function) if glu is None else glu
     traced = gated_primitives.glu_jaxpr(glu, shape, dtype)
     found = [f"{a.dtype}{list(a.shape)}" for a in traced.out_avals]
-    wanted = f"{gated_primitives.wide(dtype)}{list(shape)}"
+    wanted = f"{product_primitives.wide(dtype)}{list(shape)}"
     if found != [wanted]:
         raise ValueError(
             f"jax_ep.{op}: {name} must return {wanted} as it gets, found "

@@ -11,6 +11,10 @@ Each is linear in lhs and in rhs, and the transposes of each are the others, so
 derivatives of every kind and order are these again. What rows behind the last
 group hold is read by none of them.
 
+ep_ragged_rows multiplies several lhs by a block of matrices, to one result for each
+column of the block: result[q] = sum over p of rows(lhs[p], rhs[p][q]). So the
+gradient by rows that several products share, as gate and up do, is one sum.
+
 On CUDA a kernel of mosaic_products.py does it where there is one, everywhere else
 jax.lax.ragged_dot. Which is decided when a program is lowered for its device.
 """
@@ -18,8 +22,9 @@ jax.lax.ragged_dot. Which is decided when a program is lowered for its device.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,14 +65,35 @@ def rows(
     dtype: Any,
 ) -> jax.Array:
     """Binds ep_ragged_rows: [M, K] by [G, K, N] (or [G, N, K]) -> [M, N]."""
-    (out,) = rows_p.bind(
-        *equally_varying(group_sizes, lhs, rhs),
+    (out,) = row_blocks(
+        group_sizes,
+        [lhs],
+        [[rhs]],
         transpose_rhs=transpose_rhs,
         group_alignment=group_alignment,
         precision=precision,
         dtype=np.dtype(dtype),
     )
     return out
+
+
+def row_blocks(
+    group_sizes: jax.Array,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[Sequence[jax.Array]],
+    **params: Any,
+) -> list[jax.Array]:
+    """Binds ep_ragged_rows: rhs[p][q] is what lhs[p] is multiplied by for result q."""
+    operands = equally_varying(group_sizes, *lhs, *itertools.chain(*rhs))
+    return rows_p.bind(*operands, num_lhs=len(lhs), **params)
+
+
+def _blocks(operands: Sequence[Any], num_lhs: int) -> tuple[Any, list[Any], list[Any]]:
+    """(group_sizes, lhs, rhs) of the operands of ep_ragged_rows."""
+    lhs, rest = list(operands[1 : 1 + num_lhs]), operands[1 + num_lhs :]
+    columns = len(rest) // num_lhs
+    rhs = [list(rest[p * columns :][:columns]) for p in range(num_lhs)]
+    return operands[0], lhs, rhs
 
 
 def bias_rows(
@@ -107,9 +133,12 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     )
 
 
-def _rows_abstract_eval(group_sizes, lhs, rhs, *, transpose_rhs, dtype, **_):
-    del group_sizes
-    return [result_aval(lhs, (lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)]
+def _rows_abstract_eval(*avals, num_lhs, transpose_rhs, dtype, **_):
+    _, lhs, rhs = _blocks(avals, num_lhs)
+    return [
+        result_aval(lhs[0], (lhs[0].shape[0], a.shape[_n(transpose_rhs)]), dtype)
+        for a in rhs[0]
+    ]
 
 
 def _weights_abstract_eval(group_sizes, lhs, rhs, *, dtype, **_):
@@ -125,28 +154,39 @@ def _n(transpose_rhs: bool) -> int:
 # Plain JAX -------------------------------------------------------------------
 
 
-def _plain_rows(group_sizes, lhs, rhs, *, transpose_rhs, precision, dtype, **_):
+def _plain_rows(*operands, num_lhs, dtype, **params):
+    group_sizes, lhs, rhs = _blocks(operands, num_lhs)
+    if num_lhs == 1:
+        return [_plain_product(group_sizes, *lhs, r, dtype, **params) for r in rhs[0]]
+    sums = []
+    for column in zip(*rhs, strict=True):
+        terms = [
+            _plain_product(group_sizes, *pair, wide(dtype), **params)
+            for pair in zip(lhs, column, strict=True)
+        ]
+        sums.append(functools.reduce(jnp.add, terms).astype(dtype))
+    return sums
+
+
+def _plain_product(group_sizes, lhs, rhs, dtype, *, transpose_rhs, precision, **_):
     if 0 in lhs.shape or 0 in rhs.shape:
-        return [jnp.zeros((lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)]
+        return jnp.zeros((lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)
     if _is_bias(lhs, transpose_rhs):
         group, inside = _group_of_rows(group_sizes, lhs.shape[0])
         bias = jnp.where(inside[:, None], rhs[group, 0], 0)
-        return [jnp.where(inside[:, None], lhs * bias, 0).astype(dtype)]
-    contracted = 3 - _n(transpose_rhs)
-    return [
-        lax.ragged_dot_general(
-            lhs,
-            rhs,
-            group_sizes,
-            lax.RaggedDotDimensionNumbers(
-                dot_dimension_numbers=(([1], [contracted]), ([], [])),
-                lhs_ragged_dimensions=[0],
-                rhs_group_dimensions=[0],
-            ),
-            precision=precision,
-            preferred_element_type=dtype,
-        )
-    ]
+        return jnp.where(inside[:, None], lhs * bias, 0).astype(dtype)
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(([1], [3 - _n(transpose_rhs)]), ([], [])),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[0],
+        ),
+        precision=precision,
+        preferred_element_type=dtype,
+    )
 
 
 def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
@@ -180,6 +220,11 @@ def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
     ]
 
 
+def wide(dtype: Any) -> np.dtype:
+    """The dtype of sums, and of what is computed from them before it rounds."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def _is_bias(lhs, transpose_rhs: bool = False, **_) -> bool:
     """Whether rows are one number, as those of bias_rows: no product is needed."""
     return lhs.shape[1] == 1 and not transpose_rhs
@@ -211,26 +256,42 @@ def device_of(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
     return None if backend is None else backend.local_devices()[0]
 
 
-def _cuda_lowering(plain: Callable, kernel: str, ctx, *operands, **params):
-    group_sizes, lhs, rhs = ctx.avals_in
-    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape) or _is_bias(lhs, **params):
+def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
+    group_sizes, lhs, *others = ctx.avals_in
+    if 0 in group_sizes.shape or any(0 in a.shape for a in (lhs, *others)):
+        return lower_plain(ctx, plain, operands, params)
+    if _is_bias(lhs, **params):
         return lower_plain(ctx, plain, operands, params)
     # Pallas takes time to import, and only a program for GPUs wants it.
     from jax_ep import mosaic_products
 
     reason = mosaic_products.unsupported_reason(
-        kernel, lhs, rhs, params["dtype"], device_of(ctx)
+        [lhs, *others], ctx.avals_out, device_of(ctx)
     )
     if reason is not None:
         _warn(reason)
         return lower_plain(ctx, plain, operands, params)
+    function = functools.partial(kernel, mosaic_products)
+    return lower_plain(ctx, function, operands, params)
 
-    def run(group_sizes, lhs, rhs, *, precision, dtype, **params):
-        del precision  # Factors have 16 bits, their products are exact.
-        of_name = getattr(mosaic_products, kernel)
-        return [of_name(lhs, rhs, group_sizes, out_dtype=dtype, **params)]
 
-    return lower_plain(ctx, run, operands, params)
+def _kernel_rows(kernels, *operands, num_lhs, precision, dtype, **params):
+    del precision  # Factors have 16 bits, their products are exact.
+    group_sizes, lhs, rhs = _blocks(operands, num_lhs)
+    return [
+        kernels.rows(
+            *zip(lhs, column, strict=True),
+            group_sizes=group_sizes,
+            out_dtype=dtype,
+            **params,
+        )
+        for column in zip(*rhs, strict=True)
+    ]
+
+
+def _kernel_weights(kernels, group_sizes, lhs, rhs, *, precision, dtype, **params):
+    del precision
+    return [kernels.weights(lhs, rhs, group_sizes, out_dtype=dtype, **params)]
 
 
 def _rocm_lowering(plain: Callable, ctx, *operands, **params):
@@ -250,33 +311,66 @@ def _warn(reason: str) -> None:
 # Differentiation -------------------------------------------------------------
 
 
-def _jvp(primitive: Primitive, primals, tangents, **params):
-    group_sizes, lhs, rhs = primals
-    _, lhs_dot, rhs_dot = tangents
-    outputs = primitive.bind(*primals, **params)
-    terms = []
-    if type(lhs_dot) is not ad.Zero:
-        terms += primitive.bind(group_sizes, lhs_dot, rhs, **params)
-    if type(rhs_dot) is not ad.Zero:
-        terms += primitive.bind(group_sizes, lhs, rhs_dot, **params)
-    if not terms:
-        return outputs, [zero_tangent(outputs[0])]
-    return outputs, [functools.reduce(ad.add_jaxvals, terms)]
+def _add_to(totals: list[Any], index: int, term: Any) -> None:
+    old = totals[index]
+    totals[index] = term if type(old) is ad.Zero else ad.add_jaxvals(old, term)
 
 
-def _rows_transpose(cotangents, group_sizes, lhs, rhs, *, transpose_rhs, **params):
-    (ct,) = cotangents
-    linear = lhs if ad.is_undefined_primal(lhs) else rhs
-    if type(ct) is ad.Zero:
-        out = ad.Zero(linear.aval)
-    elif linear is lhs:
-        params |= {"dtype": lhs.aval.dtype, "transpose_rhs": not transpose_rhs}
-        (out,) = rows_p.bind(group_sizes, ct, rhs, **params)
-    else:
-        factors = (ct, lhs) if transpose_rhs else (lhs, ct)
-        params |= {"dtype": rhs.aval.dtype}
-        (out,) = weights_p.bind(group_sizes, *factors, **params)
-    return [None, out, None] if linear is lhs else [None, None, out]
+def _rows_jvp(primals, tangents, *, num_lhs, **params):
+    group_sizes, lhs, rhs = _blocks(primals, num_lhs)
+    _, lhs_dots, rhs_dots = _blocks(tangents, num_lhs)
+    outputs = rows_p.bind(*primals, num_lhs=num_lhs, **params)
+    result: list[Any] = list(map(zero_tangent, outputs))
+    live = [p for p, dot in enumerate(lhs_dots) if type(dot) is not ad.Zero]
+    if live:
+        of_live = [lhs_dots[p] for p in live], [rhs[p] for p in live]
+        result = row_blocks(group_sizes, *of_live, **params)
+    for q in range(len(outputs)):
+        dots = [(lhs[p], [rhs_dots[p][q]]) for p in range(num_lhs)]
+        dots = [(a, dot) for a, dot in dots if type(dot[0]) is not ad.Zero]
+        if dots:
+            (term,) = row_blocks(group_sizes, *zip(*dots, strict=True), **params)
+            _add_to(result, q, term)
+    return outputs, result
+
+
+def _weights_jvp(primals, tangents, **params):
+    group_sizes, *factors = primals
+    outputs = weights_p.bind(*primals, **params)
+    result: list[Any] = [zero_tangent(outputs[0])]
+    for i, dot in enumerate(tangents[1:]):
+        if type(dot) is not ad.Zero:
+            pair = (dot, factors[1]) if i == 0 else (factors[0], dot)
+            _add_to(result, 0, weights_p.bind(group_sizes, *pair, **params)[0])
+    return outputs, result
+
+
+def _rows_transpose(cts, *operands, num_lhs, transpose_rhs, **params):
+    group_sizes, lhs, rhs = _blocks(operands, num_lhs)
+    is_linear = ad.is_undefined_primal
+    live = [q for q, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    results: list[Any] = [
+        ad.Zero(a.aval) if is_linear(a) else None
+        for a in (*lhs, *itertools.chain(*rhs))
+    ]
+    linear = [p for p, a in enumerate(lhs) if is_linear(a)]
+    if linear and live:
+        found = row_blocks(
+            group_sizes,
+            [cts[q] for q in live],
+            [[rhs[p][q] for p in linear] for q in live],
+            **params
+            | {"transpose_rhs": not transpose_rhs, "dtype": lhs[linear[0]].aval.dtype},
+        )
+        for p, cotangent in zip(linear, found, strict=True):
+            results[p] = cotangent
+    for p, q in itertools.product(range(num_lhs), live):
+        if is_linear(rhs[p][q]):
+            factors = (cts[q], lhs[p]) if transpose_rhs else (lhs[p], cts[q])
+            options = params | {"dtype": rhs[p][q].aval.dtype}
+            (cotangent,) = weights_p.bind(group_sizes, *factors, **options)
+            results[num_lhs + p * len(cts) + q] = cotangent
+    return [None, *results]
 
 
 def _weights_transpose(cotangents, group_sizes, lhs, rhs, **params):
@@ -286,34 +380,51 @@ def _weights_transpose(cotangents, group_sizes, lhs, rhs, **params):
     out = ad.Zero(linear.aval)
     if type(ct) is not ad.Zero:
         params |= {"dtype": linear.aval.dtype, "transpose_rhs": by_lhs}
-        (out,) = rows_p.bind(group_sizes, other, ct, **params)
+        out = rows(group_sizes, other, ct, **params)
     return [None, out, None] if by_lhs else [None, None, out]
 
 
 # Batching: where one operand alone has a batch, it is one product ------------
 
 
-def _rows_batch(args, dims, *, transpose_rhs, **params):
+def _rows_batch(args, dims, *, num_lhs, **params):
+    if len(args) > 3:
+        products = functools.partial(_one_by_one, num_lhs=num_lhs, **params)
+        outputs = jax.vmap(products, in_axes=tuple(dims))(*args)
+        return outputs, [0] * len(outputs)
     group_sizes, lhs, rhs = args
-    params |= {"transpose_rhs": transpose_rhs}
     if dims[0] is None and dims[2] is None:
         # Rows of a batch stand together, and groups are longer.
         lhs = jnp.moveaxis(lhs, dims[1], 1)
         num_rows, batch, _ = lhs.shape
         if batch and num_rows * batch <= checks.INT32_MAX:
             lhs = lhs.reshape(num_rows * batch, -1)
-            (out,) = rows_p.bind(group_sizes * batch, lhs, rhs, **params)
+            out = rows(group_sizes * batch, lhs, rhs, **params)
             return [out.reshape(num_rows, batch, -1)], [1]
-    if dims[0] is None and dims[1] is None:
+    elif dims[0] is None and dims[1] is None:
         # Columns of all the batch's matrices.
-        n = _n(transpose_rhs)
+        n = _n(params["transpose_rhs"])
         rhs = jnp.moveaxis(rhs, dims[2], n)
-        shape = list(rhs.shape)
-        batch, columns = shape[n : n + 2]
-        shape[n : n + 2] = [batch * columns]
-        (out,) = rows_p.bind(group_sizes, lhs, rhs.reshape(shape), **params)
+        batch, columns = rhs.shape[n : n + 2]
+        shape = (*rhs.shape[:n], batch * columns, *rhs.shape[n + 2 :])
+        out = rows(group_sizes, lhs, rhs.reshape(shape), **params)
         return [out.reshape(-1, batch, columns)], [1]
-    return each_element(rows_p, args, dims, **params)
+    return each_element(rows_p, args, dims, num_lhs=num_lhs, **params)
+
+
+def _one_by_one(*operands, num_lhs, **params):
+    """All products of a block, each by itself."""
+    group_sizes, lhs, rhs = _blocks(operands, num_lhs)
+    return [
+        functools.reduce(
+            jnp.add,
+            [
+                rows(group_sizes, *pair, **params)
+                for pair in zip(lhs, column, strict=True)
+            ],
+        )
+        for column in zip(*rhs, strict=True)
+    ]
 
 
 def _weights_batch(args, dims, **params):
@@ -334,21 +445,27 @@ def _weights_batch(args, dims, **params):
 # Definitions -----------------------------------------------------------------
 
 
-def _define(name: str, abstract_eval, plain, kernel: str) -> Primitive:
+def _define(name: str, abstract_eval, plain, kernel, jvp) -> Primitive:
     rules = {
         "cuda": functools.partial(_cuda_lowering, plain, kernel),
         "rocm": functools.partial(_rocm_lowering, plain),
     }
     primitive = define_everywhere(name, abstract_eval, plain, rules)
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_jvps[primitive] = jvp
     return primitive
 
 
-rows_p = _define("ep_ragged_rows", _rows_abstract_eval, _plain_rows, "rows")
+rows_p = _define(
+    "ep_ragged_rows", _rows_abstract_eval, _plain_rows, _kernel_rows, _rows_jvp
+)
 ad.primitive_transposes[rows_p] = _rows_transpose
 batching.primitive_batchers[rows_p] = _rows_batch
 weights_p = _define(
-    "ep_ragged_weights", _weights_abstract_eval, _plain_weights, "weights"
+    "ep_ragged_weights",
+    _weights_abstract_eval,
+    _plain_weights,
+    _kernel_weights,
+    _weights_jvp,
 )
 ad.primitive_transposes[weights_p] = _weights_transpose
 batching.primitive_batchers[weights_p] = _weights_batch

@@ -253,9 +253,15 @@ def test_vmap_of_nothing(doubles):
 
 def test_one_product_for_a_batch_of_one_operand(doubles):
     lhs, rhs = doubles
-    for axes, operands in (((0, None), (lhs[None], rhs)), ((None, 0), (lhs, rhs[None]))):
+    for axes, operands in (
+        ((0, None), (lhs[None], rhs)),
+        ((None, 0), (lhs, rhs[None])),
+    ):
         f = jax.vmap(lambda *a: jax_ep.ragged_dot(*a, SIZES), axes)
-        operands = [jnp.concatenate([a] * 3) if a.ndim > b else a for a, b in zip(operands, (2, 3))]
+        operands = [
+            jnp.concatenate([a] * 3) if a.ndim > b else a
+            for a, b in zip(operands, (2, 3))
+        ]
         assert str(jax.make_jaxpr(f)(*operands)).count("ep_ragged_rows[") == 1
 
 
@@ -306,12 +312,12 @@ def test_inside_shard_map(check_vma, doubles):
 
     place = functools.partial(jax.sharding.NamedSharding, mesh)
     args = jax.device_put((stacked, rhs), (place(spec), place(P())))
-    for a, b in zip(
+    for got, want in zip(
         jax.jit(jax.grad(lambda *a: (product(*a) ** 2).sum(), (0, 1)))(*args),
         jax.grad(lambda *a: (alone(*a) ** 2).sum(), (0, 1))(stacked, rhs),
         strict=True,
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+        np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 # Bad input -------------------------------------------------------------------
