@@ -15,7 +15,7 @@ ep_ragged_rows multiplies several lhs by a block of matrices, to one result for 
 column of the block: result[q] = sum over p of rows(lhs[p], rhs[p][q]). So the
 gradient by rows that several products share, as gate and up do, is one sum.
 
-On CUDA a kernel of mosaic_products.py does it where there is one, everywhere else
+On CUDA a kernel does it where there is one (product_kernels.py), everywhere else
 jax.lax.ragged_dot. Which is decided when a program is lowered for its device.
 """
 
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jax_ep import checks
 from jax_ep.primitive_rules import (
@@ -94,6 +94,25 @@ def _blocks(operands: Sequence[Any], num_lhs: int) -> tuple[Any, list[Any], list
     columns = len(rest) // num_lhs
     rhs = [list(rest[p * columns :][:columns]) for p in range(num_lhs)]
     return operands[0], lhs, rhs
+
+
+def weights(
+    group_sizes: jax.Array,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    group_alignment: int,
+    precision: Any,
+    dtype: Any,
+) -> jax.Array:
+    """Binds ep_ragged_weights: [M, K] and [M, N] -> [G, K, N]."""
+    (out,) = weights_p.bind(
+        *equally_varying(group_sizes, lhs, rhs),
+        group_alignment=group_alignment,
+        precision=precision,
+        dtype=np.dtype(dtype),
+    )
+    return out
 
 
 def bias_rows(
@@ -244,44 +263,29 @@ def _group_of_rows(group_sizes, num_rows: int):
 # Lowering --------------------------------------------------------------------
 
 
-def device_of(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
-    """A device that the program is lowered for; None where nobody knows it."""
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh.devices.flat[0]
-    try:
-        backend = ctx.module_context.get_backend(optional=True)
-    except RuntimeError:  # Lowered on a machine without such devices.
-        return None
-    return None if backend is None else backend.local_devices()[0]
-
-
 def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
     group_sizes, lhs, *others = ctx.avals_in
-    if 0 in group_sizes.shape or any(0 in a.shape for a in (lhs, *others)):
+    empty = 0 in group_sizes.shape or any(0 in a.shape for a in (lhs, *others))
+    if empty or _is_bias(lhs, **params):
         return lower_plain(ctx, plain, operands, params)
-    if _is_bias(lhs, **params):
-        return lower_plain(ctx, plain, operands, params)
-    # Pallas takes time to import, and only a program for GPUs wants it.
-    from jax_ep import mosaic_products
+    # Here, because Pallas takes time to import.
+    from jax_ep import product_kernels
 
-    reason = mosaic_products.unsupported_reason(
-        [lhs, *others], ctx.avals_out, device_of(ctx)
-    )
+    reason = product_kernels.why_none(ctx)
     if reason is not None:
         _warn(reason)
         return lower_plain(ctx, plain, operands, params)
-    function = functools.partial(kernel, mosaic_products)
-    return lower_plain(ctx, function, operands, params)
+    del params["precision"]  # Factors have 16 bits, their products are exact.
+    kernel = functools.partial(kernel, product_kernels)
+    return lower_plain(ctx, kernel, operands, params)
 
 
-def _kernel_rows(kernels, *operands, num_lhs, precision, dtype, **params):
-    del precision  # Factors have 16 bits, their products are exact.
+def _kernel_rows(kernels, *operands, num_lhs, dtype, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
     return [
         kernels.rows(
-            *zip(lhs, column, strict=True),
-            group_sizes=group_sizes,
+            group_sizes,
+            list(zip(lhs, column, strict=True)),
             out_dtype=dtype,
             **params,
         )
@@ -289,9 +293,8 @@ def _kernel_rows(kernels, *operands, num_lhs, precision, dtype, **params):
     ]
 
 
-def _kernel_weights(kernels, group_sizes, lhs, rhs, *, precision, dtype, **params):
-    del precision
-    return [kernels.weights(lhs, rhs, group_sizes, out_dtype=dtype, **params)]
+def _kernel_weights(kernels, group_sizes, lhs, rhs, *, dtype, **params):
+    return [kernels.weights(group_sizes, lhs, rhs, out_dtype=dtype, **params)]
 
 
 def _rocm_lowering(plain: Callable, ctx, *operands, **params):
