@@ -1,0 +1,423 @@
+"""Grouped products of rows that stand together by group, on Hopper GPUs.
+
+Rows of group g start at a multiple of `group_alignment`, itself a multiple of
+64, and there are group_sizes[g] of them, those of group 0 first. Every group
+size has to be a multiple of it, too: where one is not, all results are NaN.
+Sums are float32. What stands in rows after the last group is never used.
+
+See `mosaic_kernel` for how, and for `unsupported_reason`, which says what is
+served.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep import inlining
+from jax_ep.mosaic_kernel import ALIGNMENT, Config, Work, call
+
+_STEP = 64
+
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def rows(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    group_alignment: int,
+    out_dtype: Any = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """[M, N]: each row of `lhs` times the matrix of its group; 0 after the last.
+
+    Args:
+      lhs: [M, K].
+      rhs: [G, K, N], or [G, N, K] with transpose_rhs.
+      group_sizes: i32[G].
+      transpose_rhs: see rhs.
+      group_alignment: see the module.
+      out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
+      config: how to cut the product; chosen by its sizes if None.
+    """
+    return sum_of_rows(
+        [(lhs, rhs)],
+        group_sizes,
+        transpose_rhs=transpose_rhs,
+        group_alignment=group_alignment,
+        out_dtype=out_dtype,
+        config=config,
+    )
+
+
+def sum_of_rows(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    group_alignment: int,
+    out_dtype: Any = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """The sum of `rows` over pairs (lhs, rhs) of the same shapes, in one kernel."""
+    lhs, rhs = pairs[0]
+    width = rhs.shape[1 if transpose_rhs else 2]
+    config = config or _row_config(lhs.shape[0], width, rhs.shape[0], group_alignment)
+    [out] = _row_products(
+        pairs,
+        group_sizes,
+        config,
+        group_alignment,
+        transpose_rhs=transpose_rhs,
+        out_dtypes=[out_dtype or lhs.dtype],
+        name="grouped_rows",
+    )
+    return out
+
+
+def gated(
+    rows: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    combine: Combine,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    group_alignment: int,
+    keep: bool = False,
+    config: Config | None = None,
+) -> tuple[jax.Array, ...]:
+    """combine(gate, up) of the products of each row with its two matrices.
+
+    Args:
+      rows: [M, K].
+      w_gate: [G, K, I].
+      w_up: [G, K, I].
+      group_sizes: i32[G].
+      combine: (gate, up) -> hidden, elementwise, on float32 arrays of any shape.
+      bias_gate: [G, I], added to gate before; both or none.
+      bias_up: [G, I], added to up before.
+      group_alignment: see the module.
+      keep: whether gate and up are returned, too, with the biases, for
+        `gated_backward`.
+      config: how to cut the product; chosen by its sizes if None.
+
+    Returns:
+      (hidden,) or (hidden, gate, up), each [M, I]; 0 after the last group.
+    """
+    biases = () if bias_gate is None else (bias_gate, bias_up)
+
+    def epilogue(sums, extras, biases):
+        gate, up = (s if not biases else s + b for s, b in zip(sums, biases or sums))
+        hidden = inlining.inlined(combine, gate, up)
+        return (hidden, gate, up) if keep else (hidden,)
+
+    return tuple(
+        _row_products(
+            [(rows, w_gate, w_up)],
+            group_sizes,
+            config or Config(tile_n=256, alternate=False, pieces=2),
+            group_alignment,
+            out_dtypes=[rows.dtype] * (3 if keep else 1),
+            biases=biases,
+            epilogue=epilogue,
+            name="grouped_gated",
+        )
+    )
+
+
+def gated_backward(
+    d_out: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    combine: Combine,
+    group_alignment: int,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Back through `rows(hidden, w_down)` and `combine` in one kernel.
+
+    Args:
+      d_out: [M, H], the cotangent of the rows' outputs.
+      w_down: [G, I, H].
+      gate: [M, I], as `gated` kept it.
+      up: [M, I].
+      group_sizes: i32[G].
+      combine: as for `gated`.
+      group_alignment: see the module.
+      config: how to cut the product; chosen by its sizes if None.
+
+    Returns:
+      The cotangents of gate and up, and hidden once more, for the gradient by
+      w_down; each [M, I], 0 after the last group.
+    """
+
+    def differentiate(gate, up, d_hidden):
+        hidden, back = jax.vjp(combine, gate, up)
+        return (*back(d_hidden), hidden)
+
+    def epilogue(sums, extras, biases):
+        return inlining.inlined(differentiate, *extras, *sums)
+
+    m, width = gate.shape
+    config = config or _row_config(m, width, w_down.shape[0], group_alignment)
+    d_gate, d_up, hidden = _row_products(
+        [(d_out, w_down)],
+        group_sizes,
+        config,
+        group_alignment,
+        transpose_rhs=True,
+        out_dtypes=[gate.dtype] * 3,
+        extras=(gate, up),
+        epilogue=epilogue,
+        name="grouped_gated_backward",
+    )
+    return d_gate, d_up, hidden
+
+
+def weights(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_alignment: int,
+    out_dtype: Any = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """[G, K, N]: lhs.T @ rhs over the rows of each group; 0 where it has none.
+
+    Args:
+      lhs: [M, K].
+      rhs: [M, N].
+      group_sizes: i32[G].
+      group_alignment: see the module.
+      out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
+      config: how to cut the product; chosen by its sizes if None.
+    """
+    (_, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    config = config or Config(tile_n=_best_width(n))
+    tile_m, tile_n = config.tile_m, config.tile_n
+    grid = pl.cdiv(k, tile_m), pl.cdiv(n, tile_n)
+
+    def make_work(table, lhs, rhs, out):
+        good = table[2, groups - 1] == 0
+
+        def locate(item):
+            per_group = jnp.int32(grid[0] * grid[1])
+            group = lax.div(item, per_group)
+            i, j = plgpu.planar_snake(lax.rem(item, per_group), grid, 1, config.band)
+            start = _start(table, 1, group)
+            steps = lax.div(table[1, group] - start, jnp.int32(_STEP))
+            steps = lax.select(good, steps, jnp.int32(0))
+            return dict(group=group, i=i, j=j, start=start, steps=steps)
+
+        def operand(ref, key, width, at, step):
+            row = pl.multiple_of(at["start"] + step * _STEP, _STEP)
+            return ref.at[pl.ds(row, _STEP), pl.ds(at[key] * width, width)]
+
+        def result(at, row, column):
+            high, wide = _piece(tile_n)
+            return out.at[
+                at["group"],
+                pl.ds(at["i"] * tile_m + row, high),
+                pl.ds(at["j"] * tile_n + column, wide),
+            ]
+
+        left = functools.partial(operand, lhs, "i", tile_m)
+        right = functools.partial(operand, rhs, "j", tile_n)
+        return Work(
+            num_tiles=groups * grid[0] * grid[1],
+            locate=locate,
+            steps=lambda at: at["steps"],
+            resolve=lambda at, loading: at,
+            terms=[(left, [right])],
+            outs=[result],
+            fill=_fill(good),
+        )
+
+    [out] = call(
+        config,
+        make_work,
+        (_tables(group_sizes, 128, group_alignment), lhs, rhs),
+        [jax.ShapeDtypeStruct((groups, k, n), out_dtype or lhs.dtype)],
+        dtype=lhs.dtype,
+        lhs_transposed=True,
+        name="grouped_weights",
+    )
+    return out
+
+
+def _tables(group_sizes, tile_m, alignment):
+    """i32[3, G], sums up to each group: tiles, rows, and rows that do not fit."""
+    sizes = group_sizes.astype(jnp.int32)
+    tiles = lax.div(sizes + (tile_m - 1), jnp.int32(tile_m))
+    misfits = lax.rem(sizes, jnp.int32(alignment))
+    return jnp.cumsum(jnp.stack([tiles, sizes, misfits]), axis=1)
+
+
+def _start(table, line, group):
+    before = table[line, lax.max(group - 1, 0)]
+    return lax.select(group > 0, before, jnp.int32(0))
+
+
+def _search(table, groups, tile):
+    """How many groups end at or before this tile."""
+    found = jnp.int32(0)
+    width = 1 << (groups.bit_length() - 1)
+    while width:
+        end = found + width
+        ends = table[0, lax.min(end, groups) - 1]
+        here = jnp.logical_and(end <= groups, ends <= tile)
+        found = lax.select(here, end, found)
+        width //= 2
+    return found
+
+
+def _fill(good):
+    return lax.select(good, jnp.float32(0), jnp.float32(jnp.nan))
+
+
+def _piece(width):
+    return 64, 64 if width % 64 == 0 else 32
+
+
+def _best_width(n):
+    """Columns of a tile: the wider, the less is read for a product; few are waste."""
+    cost = {192: 1.0, 128: 1.1, 64: 1.6}
+    return min(cost, key=lambda width: cost[width] * pl.cdiv(n, width) * width)
+
+
+def _row_config(m, n, groups, alignment):
+    # Groups of few rows are bound by the bytes of their matrices: low tiles.
+    if alignment % 128 and m <= 64 * groups:
+        return Config(tile_m=64, tile_n=256 if n % 256 == 0 else _best_width(n))
+    return Config(tile_n=_best_width(n))
+
+
+def _row_products(
+    pairs,
+    group_sizes,
+    config,
+    alignment,
+    *,
+    transpose_rhs=False,
+    out_dtypes,
+    extras=(),
+    biases=(),
+    epilogue=None,
+    name,
+):
+    """Products of rows with the matrices of their groups, and what follows them.
+
+    pairs: (lhs, rhs, ...) whose products are summed, for each rhs apart.
+    extras: [M, N], biases: [G, N], operands of `epilogue` (sums, extras, biases),
+    which gives the results' values.
+    """
+    m = pairs[0][0].shape[0]
+    groups, k, n = pairs[0][1].shape
+    if transpose_rhs:
+        k, n = n, k
+    num_rhs = len(pairs[0]) - 1
+    tile_m, width = config.tile_m, config.tile_n // num_rhs
+    halves = alignment % tile_m != 0
+    # Half tiles: up to one for each group, and one behind the last.
+    row_tiles = (m + halves * ALIGNMENT * groups + tile_m - 1) // tile_m
+    grid = row_tiles, pl.cdiv(n, width)
+    k_steps = pl.cdiv(k, _STEP) * len(pairs)
+    operands, tree = jax.tree.flatten((list(pairs), list(extras), list(biases)))
+
+    def make_work(table, *refs):
+        pairs, extras, biases = jax.tree.unflatten(tree, refs[: len(operands)])
+        good = table[2, groups - 1] == 0
+        used = lax.select(good, table[0, groups - 1], jnp.int32(0))
+
+        def locate(item):
+            i, j = plgpu.planar_snake(item, grid, 1, config.band)
+            return dict(tile=i, j=j)
+
+        def resolve(at, loading):
+            row, half = at["tile"] * tile_m, False
+            if not (loading or halves or biases):
+                return dict(at, row=row)
+            group = _search(table, groups, at["tile"])
+            if halves:
+                row = _start(table, 1, group)
+                row = row + (at["tile"] - _start(table, 0, group)) * tile_m
+            group = lax.min(group, groups - 1)
+            if halves:
+                half = table[1, group] - row == ALIGNMENT
+            return dict(at, row=row, group=group, half=half)
+
+        def lhs_slice(ref, at, step):
+            row = pl.multiple_of(at["row"], ALIGNMENT)
+            return ref.at[pl.ds(row, tile_m), pl.ds(step * _STEP, _STEP)]
+
+        def rhs_slice(ref, at, step):
+            ks, ns = pl.ds(step * _STEP, _STEP), pl.ds(at["j"] * width, width)
+            return ref.at[(at["group"], ns, ks) if transpose_rhs else (at["group"], ks, ns)]
+
+        def piece(ref, at, row, column):
+            high, wide = _piece(width)
+            row = pl.multiple_of(at["row"] + row, ALIGNMENT)
+            return ref.at[pl.ds(row, high), pl.ds(at["j"] * width + column, wide)]
+
+        def finish(sums, extras, at, row, column):
+            high, wide = _piece(width)
+            here = at["j"] * width + column
+            vectors = [
+                lax.broadcast_in_dim(
+                    plgpu.load(
+                        bias.at[at["group"], pl.ds(here, wide)], optimized=False
+                    ).astype(jnp.float32),
+                    (high, wide),
+                    (1,),
+                )
+                for bias in biases
+            ]
+            return epilogue(sums, extras, vectors)
+
+        return Work(
+            num_tiles=grid[0] * grid[1],
+            locate=locate,
+            steps=lambda at: lax.select(
+                at["tile"] < used, jnp.int32(k_steps), jnp.int32(0)
+            ),
+            resolve=resolve,
+            terms=[
+                (
+                    functools.partial(lhs_slice, lhs),
+                    [functools.partial(rhs_slice, rhs) for rhs in all_rhs],
+                )
+                for lhs, *all_rhs in pairs
+            ],
+            outs=[functools.partial(piece, out) for out in refs[len(operands) :]],
+            fill=_fill(good),
+            extras=[functools.partial(piece, extra) for extra in extras],
+            epilogue=None if epilogue is None else finish,
+            halves=halves,
+        )
+
+    return call(
+        config,
+        make_work,
+        (_tables(group_sizes, tile_m, alignment), *operands),
+        [jax.ShapeDtypeStruct((m, n), dtype) for dtype in out_dtypes],
+        dtype=operands[0].dtype,
+        num_rhs=num_rhs,
+        num_extras=len(extras),
+        rhs_transposed=transpose_rhs,
+        name=name,
+    )
