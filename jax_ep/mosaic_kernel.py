@@ -342,7 +342,19 @@ def _multiply(config, shapes, work, locate, count, wg, *, empty, **smem):
 
 
 def _multiply_tile(
-    config, shapes, work, at, steps, slot, wg, *, lhs_smem, rhs_smem, full, empty, **smem
+    config,
+    shapes,
+    work,
+    at,
+    steps,
+    slot,
+    wg,
+    *,
+    lhs_smem,
+    rhs_smem,
+    full,
+    empty,
+    **smem,
 ):
     """The sums of one tile, then its epilogue."""
     stages = config.stages
@@ -396,7 +408,9 @@ def _multiply_tile(
         _store(config, shapes, work, at, steps, half, sums, wg, **smem)
 
     size = (shapes.rows, shapes.width)
-    pl.run_scoped(scoped, *[plgpu.ACC(size, jnp.float32) for _ in range(shapes.num_rhs)])
+    pl.run_scoped(
+        scoped, *[plgpu.ACC(size, jnp.float32) for _ in range(shapes.num_rhs)]
+    )
 
 
 def _store(

@@ -367,7 +367,9 @@ def _row_products(
 
         def rhs_slice(ref, at, step):
             ks, ns = pl.ds(step * _STEP, _STEP), pl.ds(at["j"] * width, width)
-            return ref.at[(at["group"], ns, ks) if transpose_rhs else (at["group"], ks, ns)]
+            return ref.at[
+                (at["group"], ns, ks) if transpose_rhs else (at["group"], ks, ns)
+            ]
 
         def piece(ref, at, row, column):
             high, wide = _piece(width)

@@ -32,7 +32,7 @@ def why_none(ctx: mlir.LoweringRuleContext) -> str | None:
     return unsupported_reason(
         # Without a device nobody knows, and Pallas takes it for Hopper, too.
         compute_capability=getattr(_device(ctx), "compute_capability", "9.0"),
-        dtypes=[a.dtype for a in arrays],
+        dtypes=list(dict.fromkeys(a.dtype for a in arrays)),
         columns=sorted({n for a in arrays for n in a.shape[1:]}),
         group_alignment=ALIGNMENT,
     )

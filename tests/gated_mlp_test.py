@@ -88,7 +88,7 @@ def assert_close(got, want, dtype, name="", outliers=0.0):
 @pytest.mark.parametrize("glu", GLUS)
 @pytest.mark.parametrize(
     ("dtype", "alignment", "width", "inner"),
-    [("bfloat16", 128, 64, 136), ("bfloat16", 1, 64, 72), ("float32", 1, 20, 7)],
+    [("bfloat16", 128, 64, 192), ("bfloat16", 1, 64, 64), ("float32", 1, 20, 7)],
     ids=str,
 )
 def test_every_grouping(dtype, alignment, width, inner, glu, biased):
@@ -133,11 +133,9 @@ def doubles():
 
 
 @pytest.mark.parametrize("biased", (False, True), ids=("", "biased"))
-@pytest.mark.parametrize(
-    "glu", (None, lambda g, u: jnp.sin(g) * u), ids=("silu", "sin")
-)
-def test_derivatives_of_every_mode_and_order(glu, biased, doubles):
+def test_derivatives_of_every_mode_and_order(biased, doubles):
     rows, mlp = doubles
+    glu = (lambda gate, up: jnp.sin(gate) * up) if biased else None
     mlp = mlp if biased else Mlp(*mlp[:3])
     f = jax.jit(lambda rows, mlp: apply(rows, SIZES, mlp, glu))
     check_grads(f, (rows, mlp), order=2)
@@ -196,7 +194,7 @@ def test_what_a_backward_pass_keeps(doubles):
 
 # As experts ------------------------------------------------------------------
 
-HIDDEN, INNER = 16, 24
+HIDDEN, INNER = 64, 64
 
 
 def dense_layer(x, ids, weights, mlp, kept, ct):
