@@ -112,7 +112,7 @@ def batches(
     [out] = _row_products(
         [(lhs, rhs)],
         counts,
-        config or _low_config(width),
+        config or _batch_config(lhs.shape[1], width),
         None,
         transpose_rhs=transpose_rhs,
         out_dtypes=[out_dtype or lhs.dtype],
@@ -144,7 +144,7 @@ def gated_batches(
         () if bias_gate is None else (bias_gate, bias_up),
         None,
         False,
-        config or Config(tile_m=64, tile_n=256),
+        config or _gated_config(lhs.shape[1] <= 128, w_gate.shape[2]),
     )
     return hidden
 
@@ -190,8 +190,7 @@ def gated(
             () if bias_gate is None else (bias_gate, bias_up),
             group_alignment,
             keep,
-            config
-            or Config(tile_m=64 if few else 128, tile_n=256, alternate=bool(few)),
+            config or _gated_config(few, w_gate.shape[2]),
         )
     )
 
@@ -284,8 +283,9 @@ def weights(
       out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
       config: how to cut the product; chosen by its sizes if None.
     """
+    lhs, rhs = _padded(lhs), _padded(rhs)
     (_, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
-    config = config or Config(tile_n=_best_width(n))
+    config = config or Config(tile_m=min(128, k), tile_n=_best_width(n))
     tile_m, tile_n = config.tile_m, config.tile_n
     grid = pl.cdiv(k, tile_m), pl.cdiv(n, tile_n)
 
@@ -364,10 +364,19 @@ def _piece(width):
     return 64, 64 if width % 64 == 0 else 32
 
 
+def _padded(rows):
+    """With as many rows as kernels take: a multiple of 8, and 64 at least."""
+    *batch, m, columns = rows.shape
+    more = max(ALIGNMENT, -(-m // 8) * 8) - m
+    if not more:
+        return rows
+    return jnp.concatenate([rows, jnp.zeros((*batch, more, columns), rows.dtype)], -2)
+
+
 def _best_width(n):
     """Columns of a tile: the wider, the less is read for a product; few are waste."""
     cost = {192: 1.0, 128: 1.1, 64: 1.6}
-    return min(cost, key=lambda width: cost[width] * pl.cdiv(n, width) * width)
+    return min((width for width in cost if width <= n), key=lambda width: cost[width] * pl.cdiv(n, width) * width)
 
 
 def _row_config(m, n, groups, alignment):
@@ -375,6 +384,19 @@ def _row_config(m, n, groups, alignment):
     if alignment % 128 and m <= 64 * groups:
         return _low_config(n)
     return Config(tile_n=_best_width(n))
+
+
+def _gated_config(few, inner):
+    # A tile must not be wider than the matrix. Sums of gate and up of 128 columns
+    # each leave a warpgroup room for 64 rows.
+    tile_n = 2 * min(128, inner)
+    return Config(tile_m=64 if few else 128, tile_n=tile_n, alternate=bool(few))
+
+
+def _batch_config(m, n):
+    # How many rows are counted is not known: a low tile reads the matrix again for
+    # every 64 of them, a high one takes a little longer where there are fewer.
+    return _low_config(n) if m <= 128 else Config(tile_n=_best_width(n))
 
 
 def _low_config(n):
@@ -401,6 +423,9 @@ def _row_products(
     (sums, extras, biases), which gives the results' values.
     alignment: None: lhs is [G, M, K], and group_sizes counts the rows of each.
     """
+    *_, given, _ = pairs[0][0].shape
+    pairs = [(_padded(lhs), *all_rhs) for lhs, *all_rhs in pairs]
+    extras = [_padded(extra) for extra in extras]
     *_, m, _ = pairs[0][0].shape
     groups, k, n = pairs[0][1].shape
     if transpose_rhs:
@@ -460,7 +485,7 @@ def _row_products(
         )
 
     shape = (*pairs[0][0].shape[:-1], n)
-    return call(
+    outs = call(
         config,
         make_work,
         (*tables, *operands),
@@ -471,6 +496,7 @@ def _row_products(
         rhs_transposed=transpose_rhs,
         name=name,
     )
+    return [out if given == m else out[..., :given, :] for out in outs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,12 +543,13 @@ class _Packed:
             if not (loading or self.halves or self.needs_group):
                 return dict(at, row=row)
             group = groups_of_tiles[at["tile"]]
+            half = False
             if self.halves:  # also right behind the last group
-                row = (at["tile"] - _start(table, 0, group)) * tile_m
-                row = row + _start(table, 1, group)
-            group = lax.min(group, last)
-            half = table[1, group] - row == ALIGNMENT if self.halves else False
-            return dict(at, row=row, group=group, half=half)
+                inside = (at["tile"] - _start(table, 0, group)) * tile_m
+                row = lax.select(good, _start(table, 1, group) + inside, row)
+                left = table[1, lax.min(group, last)] - row
+                half = jnp.logical_and(good, left == ALIGNMENT)
+            return dict(at, row=row, group=lax.min(group, last), half=half)
 
         return dict(
             num_tiles=grid[0] * grid[1],
