@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Config:
       alternate: the two multiplying warpgroups take tiles in turn; otherwise
         each does half of the rows of every tile.
       pieces: pieces of the result in shared memory per warpgroup, on their way
-        out; divides the number of pieces of a tile.
+        out; fewer where a tile's pieces are no multiple of it.
       stages: pairs of operand tiles in shared memory; 0: as many as fit.
       band: columns of tiles that blocks walk through together, for the L2.
       swizzle: bytes of a row of an operand's tile in shared memory.
@@ -82,8 +83,8 @@ class Work:
       outs, extras: functions of (at, row, column), the position of a piece in
         the tile -> a piece of a result, of an operand of the epilogue.
       epilogue: (sums, extras, at, row, column) -> a value for each result.
-      fill: what results without a step are.
-      mask: at -> rows of the tile that are not 0, or None.
+      fill: what rows of no group are.
+      rows: at -> how many of the tile's rows are some group's; None: all.
       halves: whether there are tiles of half the rows.
     """
 
@@ -96,7 +97,7 @@ class Work:
     fill: Any
     extras: Sequence[Callable[..., Any]] = ()
     epilogue: Callable[..., Any] | None = None
-    mask: Callable[..., Any] | None = None
+    rows: Callable[..., Any] | None = None
     halves: bool = False
 
 
@@ -173,10 +174,11 @@ def call(
         blocks=num_blocks(),
     )
     out_dtype = out_types[0].dtype
+    # The order of the buffers begins anew with every tile.
+    pieces = math.gcd(config.pieces, shapes.num_pieces)
+    config = dataclasses.replace(config, pieces=pieces)
     stages = config.stages or shapes.stages_that_fit(config, num_extras, out_dtype)
     config = dataclasses.replace(config, stages=stages)
-    if shapes.num_pieces % config.pieces:
-        raise AssertionError(f"{shapes.num_pieces} pieces in {config.pieces} buffers")
 
     def operand_tiles(shape):
         return plgpu.SMEM(
@@ -354,7 +356,8 @@ def _multiply_tile(
     rhs_smem,
     full,
     empty,
-    **smem,
+    out_smem,
+    **extra,
 ):
     """The sums of one tile, then its epilogue."""
     stages = config.stages
@@ -400,70 +403,72 @@ def _multiply_tile(
         for rows, count in runs:
             end = lax.fori_loop(0, count, functools.partial(step, accs, rows), end)
         sums = [acc[...] for acc in accs]
+        plgpu.barrier_arrive(empty.at[_before(end, stages)])
+        finish = functools.partial(_finished, work, at, sums, wg, **extra)
+        _store(config, shapes, work, at, half, wg, finish, out_smem)
 
-        @pl.when(steps > 0)
-        def _():
-            plgpu.barrier_arrive(empty.at[_before(end, stages)])
+    @pl.when(steps > 0)
+    def _():
+        size = (shapes.rows, shapes.width)
+        accs = [plgpu.ACC(size, jnp.float32) for _ in range(shapes.num_rhs)]
+        pl.run_scoped(scoped, *accs)
 
-        _store(config, shapes, work, at, steps, half, sums, wg, **smem)
+    @pl.when(steps == 0)
+    def _():
+        fill = lambda *_: [jnp.full(shapes.piece, work.fill)] * len(work.outs)
+        _store(config, shapes, work, at, half, wg, fill, out_smem)
 
-    size = (shapes.rows, shapes.width)
-    pl.run_scoped(
-        scoped, *[plgpu.ACC(size, jnp.float32) for _ in range(shapes.num_rhs)]
+
+def _finished(work, at, sums, wg, row, column, shape, *, extra_smem, extra_full):
+    """The results' values of one piece of the sums."""
+    first, row = row
+    high, wide = shape
+    values = [s[first : first + high, column : column + wide] for s in sums]
+    extras = []
+    for i, extra in enumerate(work.extras):
+        plgpu.copy_gmem_to_smem(
+            extra(at, row, column), extra_smem.at[wg, i], extra_full.at[wg]
+        )
+    if work.extras:
+        plgpu.barrier_wait(extra_full.at[wg])
+        extras = [
+            extra_smem[wg, i].astype(jnp.float32) for i in range(len(work.extras))
+        ]
+    if work.epilogue is not None:
+        values = work.epilogue(values, extras, at, row, column)
+    if work.rows is None:
+        return values
+    index = plgpu.layout_cast(
+        lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA
     )
+    fill = jnp.full(shape, work.fill)
+    return [lax.select(index + row < work.rows(at), v, fill) for v in values]
 
 
-def _store(
-    config, shapes, work, at, steps, half, sums, wg, *, out_smem, extra_smem, extra_full
-):
-    """Takes the sums piece by piece through the epilogue to the results."""
+def _store(config, shapes, work, at, half, wg, values_of, out_smem):
+    """Stores a tile's results, piece by piece through shared memory."""
     buffer = 0
     high, wide = shapes.piece
     top = 0 if config.alternate else wg * shapes.rows
-    for row in range(0, shapes.rows, high):
+    for first in range(0, shapes.rows, high):
+        row = top + first
         present = None
         if half is not None:
-            present = jnp.logical_or(jnp.logical_not(half), top + row == 0)
+            present = jnp.logical_or(jnp.logical_not(half), row == 0)
         for column in range(0, shapes.width, wide):
-            values = [s[row : row + high, column : column + wide] for s in sums]
-            place = (at, top + row, column)
-            extras = []
-            for i, extra in enumerate(work.extras):
-                plgpu.copy_gmem_to_smem(
-                    extra(*place), extra_smem.at[wg, i], extra_full.at[wg]
-                )
-            if work.extras:
-                plgpu.barrier_wait(extra_full.at[wg])
-                extras = [
-                    extra_smem[wg, i].astype(jnp.float32)
-                    for i in range(len(work.extras))
-                ]
-            if work.epilogue is not None:
-                values = work.epilogue(values, extras, *place)
+            values = values_of((first, row), column, shapes.piece)
             for out, value in zip(work.outs, values, strict=True):
-                value = _cleared(work, at, steps, top + row, value)
                 plgpu.wait_smem_to_gmem(config.pieces - 1, wait_read_only=True)
                 staged = out_smem.at[wg, buffer % config.pieces]
                 staged[...] = value.astype(out_smem.dtype)
                 plgpu.commit_smem()
                 if present is None:
-                    plgpu.copy_smem_to_gmem(staged, out(*place))
+                    plgpu.copy_smem_to_gmem(staged, out(at, row, column))
                 else:  # a group all the same: buffers are waited for by count
 
                     @pl.when(present)
-                    def _(staged=staged, target=out(*place)):
+                    def _(staged=staged, target=out(at, row, column)):
                         plgpu.copy_smem_to_gmem(staged, target, commit_group=False)
 
                     plgpu.commit_smem_to_gmem_group()
                 buffer += 1
-
-
-def _cleared(work, at, steps, row, value):
-    """What stands in rows of no group is `fill`, whatever was read for them."""
-    fill = jnp.broadcast_to(work.fill, value.shape)
-    if work.mask is not None:
-        index = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, value.shape, 0), plgpu.Layout.WGMMA
-        )
-        value = lax.select(index + row < work.mask(at), value, fill)
-    return lax.select(jnp.broadcast_to(steps > 0, value.shape), value, fill)

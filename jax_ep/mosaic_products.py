@@ -11,6 +11,7 @@ served.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,6 +86,69 @@ def sum_of_rows(
     return out
 
 
+def batches(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    counts: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    out_dtype: Any = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """[G, M, N]: the first counts[g] rows of lhs[g] times rhs[g]; 0 after them.
+
+    Only tiles that have rows are computed. Whatever stands in rows after the
+    counted ones is not used.
+
+    Args:
+      lhs: [G, M, K].
+      rhs: [G, K, N], or [G, N, K] with transpose_rhs.
+      counts: i32[G], at most M.
+      transpose_rhs: see rhs.
+      out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
+      config: how to cut the product; chosen by its sizes if None.
+    """
+    width = rhs.shape[1 if transpose_rhs else 2]
+    [out] = _row_products(
+        [(lhs, rhs)],
+        counts,
+        config or _low_config(width),
+        None,
+        transpose_rhs=transpose_rhs,
+        out_dtypes=[out_dtype or lhs.dtype],
+        name="grouped_batches",
+    )
+    return out
+
+
+def gated_batches(
+    lhs: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    counts: jax.Array,
+    *,
+    combine: Combine,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """[G, M, I]: `gated` of the first counts[g] rows of lhs[g]; 0 after them.
+
+    Args: as for `gated` and `batches`.
+    """
+    [hidden] = _gated(
+        lhs,
+        (w_gate, w_up),
+        counts,
+        combine,
+        () if bias_gate is None else (bias_gate, bias_up),
+        None,
+        False,
+        config or Config(tile_m=64, tile_n=256),
+    )
+    return hidden
+
+
 def gated(
     rows: jax.Array,
     w_gate: jax.Array,
@@ -116,24 +180,37 @@ def gated(
     Returns:
       (hidden,) or (hidden, gate, up), each [M, I]; 0 after the last group.
     """
-    biases = () if bias_gate is None else (bias_gate, bias_up)
+    few = group_alignment % 128 and rows.shape[0] <= 64 * w_gate.shape[0]
+    return tuple(
+        _gated(
+            rows,
+            (w_gate, w_up),
+            group_sizes,
+            combine,
+            () if bias_gate is None else (bias_gate, bias_up),
+            group_alignment,
+            keep,
+            config
+            or Config(tile_m=64 if few else 128, tile_n=256, alternate=bool(few)),
+        )
+    )
 
+
+def _gated(lhs, matrices, group_sizes, combine, biases, alignment, keep, config):
     def epilogue(sums, extras, biases):
-        gate, up = (s if not biases else s + b for s, b in zip(sums, biases or sums))
+        gate, up = (s + b for s, b in zip(sums, biases)) if biases else sums  # noqa: B905
         hidden = inlining.inlined(combine, gate, up)
         return (hidden, gate, up) if keep else (hidden,)
 
-    return tuple(
-        _row_products(
-            [(rows, w_gate, w_up)],
-            group_sizes,
-            config or Config(tile_n=256, alternate=False, pieces=2),
-            group_alignment,
-            out_dtypes=[rows.dtype] * (3 if keep else 1),
-            biases=biases,
-            epilogue=epilogue,
-            name="grouped_gated",
-        )
+    return _row_products(
+        [(lhs, *matrices)],
+        group_sizes,
+        config,
+        alignment,
+        out_dtypes=[lhs.dtype] * (3 if keep else 1),
+        biases=biases,
+        epilogue=epilogue,
+        name="grouped_gated",
     )
 
 
@@ -268,22 +345,15 @@ def _tables(group_sizes, tile_m, alignment):
     return jnp.cumsum(jnp.stack([tiles, sizes, misfits]), axis=1)
 
 
+def _groups_of_tiles(table, num_tiles):
+    """i32[num_tiles]: how many groups end at or before each tile."""
+    tiles = jnp.arange(num_tiles, dtype=jnp.int32)
+    return jnp.sum(table[0] <= tiles[:, None], axis=1, dtype=jnp.int32)
+
+
 def _start(table, line, group):
     before = table[line, lax.max(group - 1, 0)]
     return lax.select(group > 0, before, jnp.int32(0))
-
-
-def _search(table, groups, tile):
-    """How many groups end at or before this tile."""
-    found = jnp.int32(0)
-    width = 1 << (groups.bit_length() - 1)
-    while width:
-        end = found + width
-        ends = table[0, lax.min(end, groups) - 1]
-        here = jnp.logical_and(end <= groups, ends <= tile)
-        found = lax.select(here, end, found)
-        width //= 2
-    return found
 
 
 def _fill(good):
@@ -303,8 +373,12 @@ def _best_width(n):
 def _row_config(m, n, groups, alignment):
     # Groups of few rows are bound by the bytes of their matrices: low tiles.
     if alignment % 128 and m <= 64 * groups:
-        return Config(tile_m=64, tile_n=256 if n % 256 == 0 else _best_width(n))
+        return _low_config(n)
     return Config(tile_n=_best_width(n))
+
+
+def _low_config(n):
+    return Config(tile_m=64, tile_n=256 if n % 256 == 0 else _best_width(n))
 
 
 def _row_products(
@@ -323,81 +397,55 @@ def _row_products(
     """Products of rows with the matrices of their groups, and what follows them.
 
     pairs: (lhs, rhs, ...) whose products are summed, for each rhs apart.
-    extras: [M, N], biases: [G, N], operands of `epilogue` (sums, extras, biases),
-    which gives the results' values.
+    extras: like lhs with N columns, biases: [G, N], operands of `epilogue`
+    (sums, extras, biases), which gives the results' values.
+    alignment: None: lhs is [G, M, K], and group_sizes counts the rows of each.
     """
-    m = pairs[0][0].shape[0]
+    *_, m, _ = pairs[0][0].shape
     groups, k, n = pairs[0][1].shape
     if transpose_rhs:
         k, n = n, k
     num_rhs = len(pairs[0]) - 1
-    tile_m, width = config.tile_m, config.tile_n // num_rhs
-    halves = alignment % tile_m != 0
-    # Half tiles: up to one for each group, and one behind the last.
-    row_tiles = (m + halves * ALIGNMENT * groups + tile_m - 1) // tile_m
-    grid = row_tiles, pl.cdiv(n, width)
-    k_steps = pl.cdiv(k, _STEP) * len(pairs)
+    width = config.tile_n // num_rhs
+    steps = pl.cdiv(k, _STEP) * len(pairs)
+    place = (_Packed if alignment else _Batches)(
+        m, groups, pl.cdiv(n, width), config, steps, alignment, bool(biases)
+    )
     operands, tree = jax.tree.flatten((list(pairs), list(extras), list(biases)))
+    tables = place.tables(group_sizes)
 
-    def make_work(table, *refs):
+    def make_work(*refs):
+        tables_, refs = refs[: len(tables)], refs[len(tables) :]
         pairs, extras, biases = jax.tree.unflatten(tree, refs[: len(operands)])
-        good = table[2, groups - 1] == 0
-        used = lax.select(good, table[0, groups - 1], jnp.int32(0))
-
-        def locate(item):
-            i, j = plgpu.planar_snake(item, grid, 1, config.band)
-            return dict(tile=i, j=j)
-
-        def resolve(at, loading):
-            row, half = at["tile"] * tile_m, False
-            if not (loading or halves or biases):
-                return dict(at, row=row)
-            group = _search(table, groups, at["tile"])
-            if halves:
-                row = _start(table, 1, group)
-                row = row + (at["tile"] - _start(table, 0, group)) * tile_m
-            group = lax.min(group, groups - 1)
-            if halves:
-                half = table[1, group] - row == ALIGNMENT
-            return dict(at, row=row, group=group, half=half)
 
         def lhs_slice(ref, at, step):
-            row = pl.multiple_of(at["row"], ALIGNMENT)
-            return ref.at[pl.ds(row, tile_m), pl.ds(step * _STEP, _STEP)]
+            rows = place.rows(ref, at, 0, config.tile_m)
+            return rows.at[:, pl.ds(step * _STEP, _STEP)]
 
         def rhs_slice(ref, at, step):
             ks, ns = pl.ds(step * _STEP, _STEP), pl.ds(at["j"] * width, width)
-            return ref.at[
-                (at["group"], ns, ks) if transpose_rhs else (at["group"], ks, ns)
-            ]
+            matrix = ref.at[at["group"]]
+            return matrix.at[ns, ks] if transpose_rhs else matrix.at[ks, ns]
 
         def piece(ref, at, row, column):
             high, wide = _piece(width)
-            row = pl.multiple_of(at["row"] + row, ALIGNMENT)
-            return ref.at[pl.ds(row, high), pl.ds(at["j"] * width + column, wide)]
+            rows = place.rows(ref, at, row, high)
+            return rows.at[:, pl.ds(at["j"] * width + column, wide)]
 
         def finish(sums, extras, at, row, column):
             high, wide = _piece(width)
-            here = at["j"] * width + column
+            here = pl.ds(at["j"] * width + column, wide)
             vectors = [
-                lax.broadcast_in_dim(
-                    plgpu.load(
-                        bias.at[at["group"], pl.ds(here, wide)], optimized=False
-                    ).astype(jnp.float32),
-                    (high, wide),
-                    (1,),
-                )
+                plgpu.load(bias.at[at["group"], here], optimized=False)
                 for bias in biases
+            ]
+            vectors = [
+                lax.broadcast_in_dim(v.astype(jnp.float32), (high, wide), (1,))
+                for v in vectors
             ]
             return epilogue(sums, extras, vectors)
 
         return Work(
-            num_tiles=grid[0] * grid[1],
-            locate=locate,
-            steps=lambda at: lax.select(
-                at["tile"] < used, jnp.int32(k_steps), jnp.int32(0)
-            ),
-            resolve=resolve,
             terms=[
                 (
                     functools.partial(lhs_slice, lhs),
@@ -406,20 +454,119 @@ def _row_products(
                 for lhs, *all_rhs in pairs
             ],
             outs=[functools.partial(piece, out) for out in refs[len(operands) :]],
-            fill=_fill(good),
             extras=[functools.partial(piece, extra) for extra in extras],
             epilogue=None if epilogue is None else finish,
-            halves=halves,
+            **place.work(*tables_),
         )
 
+    shape = (*pairs[0][0].shape[:-1], n)
     return call(
         config,
         make_work,
-        (_tables(group_sizes, tile_m, alignment), *operands),
-        [jax.ShapeDtypeStruct((m, n), dtype) for dtype in out_dtypes],
+        (*tables, *operands),
+        [jax.ShapeDtypeStruct(shape, dtype) for dtype in out_dtypes],
         dtype=operands[0].dtype,
         num_rhs=num_rhs,
         num_extras=len(extras),
         rhs_transposed=transpose_rhs,
         name=name,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """Tiles of rows [M, ...] whose groups stand one after the other."""
+
+    m: int
+    groups: int
+    columns: int
+    config: Config
+    num_steps: int
+    alignment: int
+    needs_group: bool
+
+    @property
+    def halves(self) -> bool:
+        return self.alignment % self.config.tile_m != 0
+
+    @property
+    def row_tiles(self) -> int:
+        # Half tiles: up to one for each group, and one behind the last.
+        tile_m = self.config.tile_m
+        return (self.m + self.halves * ALIGNMENT * self.groups + tile_m - 1) // tile_m
+
+    def tables(self, group_sizes):
+        table = _tables(group_sizes, self.config.tile_m, self.alignment)
+        return table, _groups_of_tiles(table, self.row_tiles)
+
+    def rows(self, ref, at, row, count):
+        return ref.at[pl.ds(pl.multiple_of(at["row"] + row, ALIGNMENT), count)]
+
+    def work(self, table, groups_of_tiles) -> dict[str, Any]:
+        last, tile_m = self.groups - 1, self.config.tile_m
+        good = table[2, last] == 0
+        used = lax.select(good, table[0, last], jnp.int32(0))
+        grid = self.row_tiles, self.columns
+
+        def locate(number):
+            i, j = plgpu.planar_snake(number, grid, 1, self.config.band)
+            return dict(tile=i, j=j)
+
+        def resolve(at, loading):
+            row = at["tile"] * tile_m
+            if not (loading or self.halves or self.needs_group):
+                return dict(at, row=row)
+            group = groups_of_tiles[at["tile"]]
+            if self.halves:  # also right behind the last group
+                row = (at["tile"] - _start(table, 0, group)) * tile_m
+                row = row + _start(table, 1, group)
+            group = lax.min(group, last)
+            half = table[1, group] - row == ALIGNMENT if self.halves else False
+            return dict(at, row=row, group=group, half=half)
+
+        return dict(
+            num_tiles=grid[0] * grid[1],
+            locate=locate,
+            steps=lambda at: lax.select(
+                at["tile"] < used, jnp.int32(self.num_steps), jnp.int32(0)
+            ),
+            resolve=resolve,
+            fill=_fill(good),
+            halves=self.halves,
+        )
+
+
+class _Batches(_Packed):
+    """Tiles of rows [G, M, ...], of which each group has its first ones."""
+
+    def tables(self, group_sizes):
+        return (group_sizes.astype(jnp.int32),)
+
+    def rows(self, ref, at, row, count):
+        return ref.at[at["group"], pl.ds(at["row"] + row, count)]
+
+    def work(self, counts) -> dict[str, Any]:
+        tile_m = self.config.tile_m
+        row_tiles = pl.cdiv(self.m, tile_m)
+
+        def locate(number):
+            # First tiles first: every block gets its share of those with rows.
+            tile = lax.div(number, jnp.int32(self.groups * self.columns))
+            number = lax.rem(number, jnp.int32(self.groups * self.columns))
+            group = lax.div(number, jnp.int32(self.columns))
+            j = lax.rem(number, jnp.int32(self.columns))
+            return dict(row=tile * tile_m, group=group, j=j)
+
+        def rows(at):
+            return counts[at["group"]] - at["row"]
+
+        return dict(
+            num_tiles=row_tiles * self.groups * self.columns,
+            locate=locate,
+            steps=lambda at: lax.select(
+                rows(at) > 0, jnp.int32(self.num_steps), jnp.int32(0)
+            ),
+            resolve=lambda at, loading: at,
+            fill=jnp.float32(0),
+            rows=rows,
+        )
