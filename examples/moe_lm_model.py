@@ -120,7 +120,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.moveaxis(qkv, (2, 3), (0, 2))  # each [B, heads, S, D]
         # jax.nn.dot_product_attention says the same, but takes 5 times as long on CPU.
         scores = rotate(q) @ jnp.swapaxes(rotate(k), -1, -2) / q.shape[-1] ** 0.5
-        causal = jnp.tril(jnp.ones((length, length), bool))
+        causal = jnp.tril(jnp.ones((1, 1, length, length), bool))
         attention = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
         return self.out(jnp.swapaxes(attention @ v, 1, 2).reshape(x.shape))
 
@@ -129,7 +129,8 @@ def rotate(x):
     """Rotary position embedding of x [..., S, D]."""
     length, depth = x.shape[-2:]
     frequency = 10_000.0 ** -jnp.linspace(0, 1, depth // 2, endpoint=False)
-    angle = jnp.arange(length)[:, None] * frequency
+    angle = jnp.arange(length, dtype=x.dtype)[:, None] * frequency[None]
+    angle = angle.reshape(*(1,) * (x.ndim - 2), length, depth // 2)
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
