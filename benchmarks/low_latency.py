@@ -90,8 +90,9 @@ class Calls:
         def wrong(x, ids, weights):
             rows, _, handle = self._dispatch((x, ids, weights), None, "rank")
             out = self._combine((x, ids, weights), rows, handle)
-            to = (ids // w.local_experts)[:, :, None] == jnp.arange(w.num_ranks)
-            times = to.any(1).sum(1, keepdims=True)
+            ranks = jnp.arange(w.num_ranks, dtype=jnp.int32)[None, None]
+            to = (ids // w.local_experts)[:, :, None] == ranks
+            times = to.any(1).sum(1, keepdims=True).astype(jnp.float32)
             want = (x.astype(jnp.float32) * times).astype(x.dtype)
             return (fence(out) != want).any(1).sum()
 

@@ -111,9 +111,7 @@ def _run(options: argparse.Namespace) -> None:
     devices = jax.devices()[: options.ranks]
     mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
     inputs = Inputs(mesh, with_options(workload_a(len(devices)), options))
-    with jax_ep.Communicator(
-        mesh, AXIS, num_sms=options.num_sms[0], timeout_s=120.0
-    ) as comm:
+    with jax_ep.Communicator(mesh, AXIS, num_sms=options.num_sms[0]) as comm:
         operations = {op.name: op for op in jax_ep_operations(inputs, comm)}
         chain = operations[options.operation].chain
         program = lower_chain(mesh, chain, _CALLS, delay=False).compile()

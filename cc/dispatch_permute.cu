@@ -370,12 +370,11 @@ __device__ bool Await(const Control& control, const uint64_t* word,
     const uint64_t seen = ptx::LoadAcquireSys(word);
     *payload = static_cast<uint32_t>(seen);
     if (static_cast<uint32_t>(seen >> 32) == control.epoch) return true;
-    if (ptx::GlobalTimer() - start > patience_ns) {
-      if (patience_ns >= control.op.view.timeout_ns) {
-        TimedOut(control, "the movers", peer, seen);
-      }
-      return false;
+    const uint64_t waited = ptx::GlobalTimer() - start;
+    if (RanOut(control, waited, "the movers", peer)) {
+      TimedOut(control, "the movers", peer, seen);
     }
+    if (waited > patience_ns) return false;
     __nanosleep(kPollNs);
   }
 }
@@ -422,7 +421,7 @@ __device__ void WaitForToken(const Control& control,
     const uint64_t start = ptx::GlobalTimer();
     do {
       __nanosleep(kPollNs);
-      if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
+      if (RanOut(control, ptx::GlobalTimer() - start, "the rows", source)) {
         TimedOut(control, "the rows", source, seen);
       }
       seen = ptx::LoadAcquireSys(word);

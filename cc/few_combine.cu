@@ -121,9 +121,11 @@ __device__ __forceinline__ void AwaitBlocks(const Control& control) {
           __shfl_sync(kAllLanes, static_cast<uint32_t>(seen), 0);
       const uint32_t all = blocks < kWarpSize ? (1u << blocks) - 1 : kAllLanes;
       if ((told & 1) != 0 && (told & all) == all) break;
-      if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
+      const uint64_t waited = ptx::GlobalTimer() - start;
+      if (waited > control.op.view.warn_ns) {
         const uint32_t missing = (told & 1) != 0 ? all & ~told : 1u;
-        if (lane == __ffs(missing) - 1) {
+        if (lane == __ffs(missing) - 1 &&
+            RanOut(control, waited, "the end", r)) {
           TimedOut(Control(control), "the end", r, seen);
         }
         __syncwarp();

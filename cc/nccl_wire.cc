@@ -3,20 +3,16 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "cc/current_device.h"
+#include "cc/threads.h"
 
 namespace jax_ep {
 namespace {
 
 constexpr std::chrono::milliseconds kLookEvery(50);
-
-uint64_t Now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 std::string Problem(int32_t ordinal, const char* step, cudaError_t status) {
   return "GPU " + std::to_string(ordinal) + ": " + step +
@@ -100,6 +96,10 @@ std::string NcclWire::Exchange(const std::vector<WireTransfer>& transfers) {
   cudaError_t status = LaunchWireBegun(progress_gpu_, number, stream_);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   count_ = number;
+  {
+    std::lock_guard<std::mutex> lock(transfers_mutex_);
+    transfers_.push_back({number, operation_, channel_});
+  }
   int result = nccl.group_start();
   const char* step = "ncclGroupStart";
   const auto run = [&](const char* name, int next) {
@@ -124,7 +124,19 @@ std::string NcclWire::Exchange(const std::vector<WireTransfer>& transfers) {
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
 
-std::string NcclWire::Look(uint64_t now_ns, uint64_t timeout_ns) {
+std::string NcclWire::Who(uint64_t transfer) {
+  std::lock_guard<std::mutex> lock(transfers_mutex_);
+  std::string who = "jax_ep";
+  for (const Transfer& one : transfers_) {
+    if (one.number != transfer) continue;
+    who += std::string(" ") + one.operation + " (channel " +
+           std::to_string(one.channel) + ")";
+  }
+  return who + ": rank " + std::to_string(place_.rank) + " on node " +
+         std::to_string(place_.node);
+}
+
+std::string NcclWire::Look(Clock::time_point now, const WaitLimits& limits) {
   const uint64_t begun = Load(progress_->begun);
   const uint64_t ended = Load(progress_->ended);
   if (begun != ended) {
@@ -139,15 +151,24 @@ std::string NcclWire::Look(uint64_t now_ns, uint64_t timeout_ns) {
   if (begun == ended || begun != seen_begun_ || ended != seen_ended_) {
     seen_begun_ = begun;
     seen_ended_ = ended;
-    since_ns_ = now_ns;
+    since_ = now;
+    warned_ = false;
+    std::lock_guard<std::mutex> lock(transfers_mutex_);
+    while (!transfers_.empty() && transfers_.front().number <= ended) {
+      transfers_.pop_front();
+    }
     return "";
   }
-  if (now_ns - since_ns_ < timeout_ns) return "";
+  const std::string number = "(transfer " + std::to_string(begun) + ")";
+  if (limits.Warns() && !warned_ && now - since_ >= limits.warn_after) {
+    warned_ = true;
+    limits.Warn(Who(begun), /*several=*/false,
+                "missing: its peers on other nodes " + number);
+  }
+  if (now - since_ < limits.timeout) return "";
   return "rank " + std::to_string(place_.rank) + " on node " +
-         std::to_string(place_.node) + " waited " +
-         std::to_string(timeout_ns / 1000000000) +
-         " s for its peers on other nodes (transfer " + std::to_string(begun) +
-         ")";
+         std::to_string(place_.node) + " waited " + InSeconds(limits.timeout) +
+         " for its peers on other nodes " + number;
 }
 
 void NcclWire::GiveUp(const std::string& reason) {
@@ -184,8 +205,9 @@ NcclWire* NcclRails::WireOn(int32_t ordinal) const {
 }
 
 std::string NcclRails::Connect(const std::vector<WirePlace>& places,
-                               double timeout_s) {
-  timeout_ns_ = static_cast<uint64_t>(timeout_s * 1e9);
+                               Clock::duration setup_timeout,
+                               const WaitLimits& limits) {
+  limits_ = limits;
   for (const WirePlace& place : places) {
     auto wire = std::make_unique<NcclWire>(place);
     const std::string problem = wire->Allocate();
@@ -194,8 +216,12 @@ std::string NcclRails::Connect(const std::vector<WirePlace>& places,
   }
   std::string problem = Initialize();
   if (!problem.empty()) return problem;
-  watcher_ = std::thread([this] { Watch(); });
-  return Test();
+  try {
+    watcher_ = StartThread([this] { Watch(); });
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return Test(setup_timeout);
 }
 
 std::string NcclRails::Initialize() {
@@ -222,7 +248,7 @@ std::string NcclRails::Initialize() {
   return wires_.begin()->second->Failure("ncclCommInitRank", result);
 }
 
-std::string NcclRails::Test() {
+std::string NcclRails::Test(Clock::duration timeout) {
   struct Words {
     uint64_t* gpu = nullptr;
     std::vector<uint64_t> host;
@@ -267,10 +293,10 @@ std::string NcclRails::Test() {
     if (problem.empty() && result != nccl::kSuccess) {
       problem = wire.Failure("testing the wire", result);
     }
-    const uint64_t deadline = Now() + timeout_ns_;
+    const Clock::time_point deadline = Clock::now() + timeout;
     cudaError_t status = cudaStreamQuery(wire.stream_);
     while (problem.empty() && status == cudaErrorNotReady) {
-      if (Now() > deadline) {
+      if (Clock::now() > deadline) {
         problem = "rank " + std::to_string(wire.place_.rank) +
                   ": no word came over the wire from other nodes";
         wire.GiveUp(problem);
@@ -306,7 +332,7 @@ void NcclRails::Watch() {
   while (!stops_.wait_for(lock, kLookEvery, [this] { return stopping_; })) {
     for (const auto& [ordinal, wire] : wires_) {
       if (wire->given_up_) continue;
-      const std::string problem = wire->Look(Now(), timeout_ns_);
+      const std::string problem = wire->Look(Clock::now(), limits_);
       if (!problem.empty()) wire->GiveUp(problem);
     }
   }

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@
 #include "cc/gather_rows.h"
 #include "cc/nccl.h"
 #include "cc/node_moves.h"
+#include "cc/wait_limits.h"
 #include "cc/wire.h"
 
 namespace jax_ep {
@@ -48,6 +50,11 @@ class NcclWire final : public Wire {
 
   const WirePlace& place() const { return place_; }
   const NodeEvents& events() const { return events_; }
+  // Whose transfers follow, for messages. Under mutex(), as they.
+  void Begin(const char* operation, int64_t channel) {
+    operation_ = operation;
+    channel_ = channel;
+  }
   // Held while an operation is enqueued: events and NCCL's communicator are for
   // one thread at a time.
   std::timed_mutex& mutex() { return mutex_; }
@@ -57,9 +64,12 @@ class NcclWire final : public Wire {
 
   // Streams, events and marks.
   std::string Allocate();
-  // What is wrong with the transfer in the air. The watching thread's; takes no
-  // lock, because whoever enqueues may be the one that does not get on.
-  std::string Look(uint64_t now_ns, uint64_t timeout_ns);
+  // What is wrong with the transfer in the air; says before that it takes long.
+  // The watching thread's; does not take mutex_, because whoever enqueues may
+  // be the one that does not get on.
+  std::string Look(Clock::time_point now, const WaitLimits& limits);
+  // "jax_ep node_dispatch (channel 7): rank 0 on node 1", of a transfer.
+  std::string Who(uint64_t transfer);
   // Ends what is in the air. What stands behind it traps.
   void GiveUp(const std::string& reason);
   std::string Failure(const char* step, int result) const;
@@ -72,11 +82,23 @@ class NcclWire final : public Wire {
   WireProgress* progress_ = nullptr;      // as the host sees it
   WireProgress* progress_gpu_ = nullptr;  // as the GPU does
   uint64_t count_ = 0;                    // of transfers enqueued
+  const char* operation_ = "";
+  int64_t channel_ = 0;
   std::atomic<bool> given_up_{false};
   // The watching thread's: what it saw last and since when.
   uint64_t seen_begun_ = 0;
   uint64_t seen_ended_ = 0;
-  uint64_t since_ns_ = 0;
+  Clock::time_point since_;
+  bool warned_ = false;
+  // Whose the transfers are that have not ended; its lock is held by nobody who
+  // waits.
+  struct Transfer {
+    uint64_t number;
+    const char* operation;
+    int64_t channel;
+  };
+  std::mutex transfers_mutex_;
+  std::deque<Transfer> transfers_;
 };
 
 // The wires of a process's devices in one communicator.
@@ -90,18 +112,19 @@ class NcclRails {
   // Connects all rails and sends a word both ways between all nodes, so that no
   // later transfer has to connect. Blocks until every rank of the rails is
   // here. Says what went wrong, "" where nothing did.
-  std::string Connect(const std::vector<WirePlace>& places, double timeout_s);
+  std::string Connect(const std::vector<WirePlace>& places,
+                      Clock::duration setup_timeout, const WaitLimits& limits);
 
   // nullptr where the device is not the communicator's.
   NcclWire* WireOn(int32_t ordinal) const;
 
  private:
   std::string Initialize();
-  std::string Test();
+  std::string Test(Clock::duration timeout);
   void Watch();
 
   std::map<int32_t, std::unique_ptr<NcclWire>> wires_;
-  uint64_t timeout_ns_ = 0;
+  WaitLimits limits_ = {};
   std::mutex mutex_;
   std::condition_variable stops_;
   bool stopping_ = false;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cc/layout.h"
+#include "cc/wait_note.h"
 
 namespace jax_ep {
 
@@ -23,6 +24,12 @@ struct PeerView {
   int32_t num_sms;  // blocks of a row-moving kernel
   bool has_bulk;    // the GPU has bulk copies and the shared memory for them
   uint64_t timeout_ns;  // a wait for a peer ends after this
+  // One that lasts longer than this says so in notes[peer], memory of the host,
+  // once for each value of noted[peer], memory of the device. Never where it is
+  // not below timeout_ns.
+  uint64_t warn_ns;
+  WaitNote* notes;
+  uint64_t* noted;
   // Control memory of each rank (cc/layout.h, ControlLayout), at addresses that
   // this rank's device can use. control[rank] is its own.
   std::byte* control[kMaxRanks];

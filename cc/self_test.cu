@@ -81,7 +81,7 @@ Buffers Cut(Arena& arena, bool has_bulk) {
   op.view.num_ranks = 1;
   op.view.num_sms = 2;
   op.view.has_bulk = has_bulk;
-  op.view.timeout_ns = 10'000'000'000;
+  op.view.timeout_ns = op.view.warn_ns = 10'000'000'000;
   op.view.control[0] = arena.Take<std::byte>(ControlLayout(1).size());
   op.channel = 1;
   b.topk_idx = arena.Take<int32_t>(kTokens * kTopK);

@@ -84,8 +84,8 @@ static __device__ int32_t ChoosePeer(const Rings& rings, const Flows& flows,
     }
     if (left < 0) return -1;
     if (ready >= 0) return later >= 0 ? later : ready;
-    if (lane == 0 &&
-        ptx::GlobalTimer() - start > rings.control.op.view.timeout_ns) {
+    if (lane == 0 && RanOut(rings.control, ptx::GlobalTimer() - start,
+                            "a free slot", left)) {
       const uint64_t* head = rings.Head(rings.rank(), left);
       RingTimedOut(rings, "a free slot", left,
                    rings.HeadFor(flows.to[left].filled),

@@ -150,8 +150,8 @@ class Decoder:
             )
         # rows [L, R * T, H]: each expert's tokens in front, anything behind them.
         rows, _, handle = jax_ep.low_latency_dispatch(x, experts, buffer=self.buffer)
-        hidden = jax.nn.gelu(rows @ moe.experts.w_in[...])
-        y = hidden @ moe.experts.w_out[...]
+        gate, up = rows @ moe.experts.w_gate[...], rows @ moe.experts.w_up[...]
+        y = (jax.nn.silu(gate) * up) @ moe.experts.w_down[...]
         return jax_ep.low_latency_combine(y, weights, handle)
 
 
@@ -164,7 +164,7 @@ def attend(attention, x, cache, position):
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, position, axis=3)
     keys, values = cache
     scores = jnp.einsum("bhd,bhsd->bhs", rotate(q, position), keys) / depth**0.5
-    seen = jnp.arange(cache.shape[3]) <= position
+    seen = jnp.arange(cache.shape[3])[None, None] <= position
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     y = jnp.einsum("bhs,bhsd->bhd", weights, values).reshape(batch, width)
     return attention.out(y), cache
@@ -174,7 +174,9 @@ def rotate(x, position):
     """Rotary embedding of x [..., D] at one position, as in moe_lm_model.rotate."""
     depth = x.shape[-1]
     frequency = 10_000.0 ** -jnp.linspace(0, 1, depth // 2, endpoint=False)
-    cos, sin = jnp.cos(position * frequency), jnp.sin(position * frequency)
+    angle = position.astype(x.dtype) * frequency
+    angle = angle.reshape(*(1,) * (x.ndim - 1), depth // 2)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 

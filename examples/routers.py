@@ -60,7 +60,7 @@ def sigmoid_with_bias(
     which keeps a token on few ranks. A group counts by the sum of its two best.
     """
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-    choice = lax.stop_gradient(scores + bias)
+    choice = lax.stop_gradient(scores + bias.reshape(1, -1))
     if groups > 1:
         choice = _in_best_groups(choice, groups, best_groups)
     _, experts = lax.top_k(choice, top_k)

@@ -109,9 +109,11 @@ class Trainer:
         gradients, statistics = jax.grad(self._loss, has_aux=True)(
             state["params"], tokens
         )
-        updates, optimizer = self.optimizer.update(
-            gradients, state["optimizer"], state["params"]
-        )
+        # optax takes powers of a float by the number of the step, an integer.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, optimizer = self.optimizer.update(
+                gradients, state["optimizer"], state["params"]
+            )
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer}, statistics
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 if TYPE_CHECKING:
@@ -48,12 +50,23 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
             f"jax_ep.{op}: the surrounding shard_map must use the "
             f"communicator's mesh {wanted}, found {found}"
         )
-    automatic = [a for a, t in types.items() if t != AxisType.Manual]
+    automatic = [a for a, t in types.items() if t == AxisType.Auto]
     if automatic:
         raise ValueError(
             f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
             f"shard_map, found {automatic} left to the compiler; leave out "
             "axis_names= or name all axes"
+        )
+    explicit = [a for a, t in types.items() if t == AxisType.Explicit]
+    if explicit:
+        # JAX's vmap takes them out of shard_map's default for axis_names.
+        raise ValueError(
+            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
+            f"shard_map, found Explicit {explicit} left out. jax.vmap over a batch "
+            "that is split over an Explicit axis leaves it out: call jax.vmap inside "
+            "shard_map, whose specs then name the axis for the batch, or make the "
+            f"axis Auto and call jax.vmap(..., spmd_axis_name={explicit[0]!r}). "
+            "Without vmap, leave out axis_names= or name all axes"
         )
 
 
@@ -63,14 +76,36 @@ INT32_MAX = 2**31 - 1
 _MAXIMUM = 2**16
 
 
+def as_integer(value: Any) -> int | None:
+    """`value` as int: Python's, NumPy's, and arrays of one; None for others."""
+    if isinstance(value, (bool, np.bool_, jax.core.Tracer)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_static(op: str, name: str, value: Any) -> None:
+    """Raises TypeError where `value` is known only when the program runs."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"jax_ep.{op}: {name} is static, found a traced "
+            f"{value.dtype}{list(value.shape)}; give a number that is known while JAX "
+            "traces: one that the function closes over, or an argument that "
+            "jax.jit(..., static_argnames=...) names"
+        )
+
+
 def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
     """Returns `value` as int, or raises where it is no integer >= minimum."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    check_static(op, name, value)
+    result = as_integer(value)
+    if result is None:
         raise TypeError(
             f"jax_ep.{op}: {name} must be a Python integer, found "
             f"{type(value).__name__}"
         )
-    result = value.__index__()
     if result < minimum:
         raise ValueError(f"jax_ep.{op}: {name} must be >= {minimum}, found {result}")
     return result

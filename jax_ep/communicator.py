@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ep import (
     bootstrap,
+    checks,
     fabric,
     node_wire,
     peer_memory,
@@ -25,6 +26,8 @@ from jax_ep.held import Held
 _BACKENDS = ("cuda", "cpu", "xla")
 # kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
 _MAX_RANKS = 1024
+# A wait inside an operation that takes longer says so on stderr.
+_WARN_AFTER_S = 30.0
 _next_id = 1
 _ids_lock = threading.Lock()
 
@@ -49,6 +52,7 @@ class Communicator(Held):
         buffers), "cpu" (native host code) or "xla" (plain JAX collectives,
         wherever JAX runs).
       timeout_s: seconds that a rank waits for its peers inside an operation.
+      setup_timeout_s: seconds that set-up and close() wait for other processes.
       processes: JAX's process indices of the mesh's devices, ascending.
     """
 
@@ -61,7 +65,8 @@ class Communicator(Held):
         num_sms: int | None = None,
         num_channels: int | None = None,
         staging_bytes: int = 16 << 20,
-        timeout_s: float = 30.0,
+        timeout_s: float = 300.0,
+        setup_timeout_s: float = 60.0,
         node_size: int | None = None,
     ):
         """Creates the communicator.
@@ -90,8 +95,12 @@ class Communicator(Held):
           timeout_s: seconds that a rank waits for its peers inside an operation
             before the operation fails: on CPUs with JaxRuntimeError, on a GPU
             with a message and a trap, which also reaches the user as
-            JaxRuntimeError. Set-up and close() wait as long for the other
-            processes.
+            JaxRuntimeError and takes the CUDA context with it. So it is longer
+            than what one process may do while the others wait, such as compile
+            or write a checkpoint. A wait of 30 s is told on stderr, in one line
+            that says who waits in which operation for whom.
+          setup_timeout_s: seconds that set-up and close() wait for the other
+            processes, each time, before they raise RuntimeError.
           node_size: ranks of a node, for tests on one host and to cut nodes
             smaller than they are. None: as set-up finds them: all ranks on
             CPUs; on GPUs the ranks of one host, or of an NVLink domain over several
@@ -106,13 +115,15 @@ class Communicator(Held):
         self.mesh = mesh
         self.axis_name = axis_name
         self.timeout_s = timeout_s
+        self.setup_timeout_s = setup_timeout_s
+        self._warn_after_s = _WARN_AFTER_S
         self._num_sms = num_sms
         self._num_channels = num_channels
         self._staging_bytes = staging_bytes
         self._node_size = node_size
         self._check_arguments(backend)
         self.num_ranks = mesh.shape[axis_name]
-        self.node_size = node_size or self.num_ranks
+        self.node_size = self._node_size or self.num_ranks
         self._groups = _groups(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._memory_bytes = 0
@@ -177,7 +188,7 @@ class Communicator(Held):
             for process in self.processes
         }
         peers = bootstrap.Processes(
-            self.processes, jax.process_index(), self.timeout_s, names=names
+            self.processes, jax.process_index(), self.setup_timeout_s, names=names
         )
         arguments = peers.gather("arguments", self._arguments(backend))
         bootstrap.compare_arguments(arguments, peers.name)
@@ -196,6 +207,7 @@ class Communicator(Held):
             "num_channels": self._num_channels,
             "staging_bytes": self._staging_bytes,
             "timeout_s": self.timeout_s,
+            "setup_timeout_s": self.setup_timeout_s,
             "node_size": self._node_size,
         }
 
@@ -278,7 +290,9 @@ class Communicator(Held):
         """Some of the processes, in another conversation."""
         assert self._peers is not None
         names = {process: self._peers.name(process) for process in members}
-        return bootstrap.Processes(members, self._peers.me, self.timeout_s, names=names)
+        return bootstrap.Processes(
+            members, self._peers.me, self.setup_timeout_s, names=names
+        )
 
     def _check_nodes(self) -> None:
         where = "jax_ep.Communicator"
@@ -320,6 +334,7 @@ class Communicator(Held):
     def _set_up_native(self) -> Callable[[], Any]:
         shared: dict[str, Any] = {
             "timeout_s": self.timeout_s,
+            "warn_after_s": self._warn_after_s,
             "num_channels": self._num_channels,
             "staging_bytes": self._staging_bytes,
             "processes": self._near,
@@ -350,7 +365,9 @@ class Communicator(Held):
                         self._rail.id,
                         topology.rail_groups(self._groups, self.node_size),
                         node_size=self.node_size,
+                        setup_timeout_s=self.setup_timeout_s,
                         timeout_s=self.timeout_s,
+                        warn_after_s=self._warn_after_s,
                         processes=self._peers,
                     )
                     stack.callback(release)
@@ -415,25 +432,31 @@ class Communicator(Held):
                 f"{where}: axis {axis_name!r} must have at most {_MAX_RANKS} devices, "
                 f"found {mesh.shape[axis_name]}"
             )
-        topology.check_node_size(self._node_size, mesh.shape[axis_name])
+        num_ranks = mesh.shape[axis_name]
+        self._node_size = topology.check_node_size(self._node_size, num_ranks)
         for name in ("num_sms", "num_channels"):
             value = getattr(self, f"_{name}")
-            if value is not None and not _is_count(value):
+            count = _as_count(value)
+            if value is not None and count is None:
                 raise ValueError(
                     f"{where}: {name} must be an integer >= 1 or None, found {value!r}"
                 )
-        if not _is_count(self._staging_bytes):
+            setattr(self, f"_{name}", count)
+        staging_bytes = _as_count(self._staging_bytes)
+        if staging_bytes is None:
             raise ValueError(
                 f"{where}: staging_bytes must be an integer >= 1, found "
                 f"{self._staging_bytes!r}"
             )
-        timeout_s = self.timeout_s
-        if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
-            raise ValueError(
-                f"{where}: timeout_s must be seconds above 0 and below 1e6, "
-                f"found {timeout_s!r}"
-            )
-        self.timeout_s = float(timeout_s)
+        self._staging_bytes = staging_bytes
+        for name in ("timeout_s", "setup_timeout_s"):
+            seconds = getattr(self, name)
+            if type(seconds) not in (int, float) or not 0 < seconds < 1e6:
+                raise ValueError(
+                    f"{where}: {name} must be seconds above 0 and below 1e6, "
+                    f"found {seconds!r}"
+                )
+            setattr(self, name, float(seconds))
 
     @property
     def num_nodes(self) -> int:
@@ -529,8 +552,9 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
     return devices.reshape(-1, devices.shape[-1]).tolist()
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+def _as_count(value: Any) -> int | None:
+    count = checks.as_integer(value)
+    return count if count is not None and count >= 1 else None
 
 
 def _version() -> str:

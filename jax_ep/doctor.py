@@ -254,7 +254,8 @@ def check_operations(report: Report, devices: list[jax.Device]) -> None:
 def _programs(devices: list[jax.Device], backend: str):
     """(communicator, puts arrays on ranks, makes a program of a body)."""
     mesh = Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Explicit,))
-    comm = jax_ep.Communicator(mesh, "ep", backend=backend)
+    # Whoever asks does not want to wait for minutes.
+    comm = jax_ep.Communicator(mesh, "ep", backend=backend, timeout_s=30.0)
     split = NamedSharding(mesh, P("ep"))
 
     def compiled(body, *args):

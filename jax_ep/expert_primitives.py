@@ -36,6 +36,7 @@ from jax_ep.primitive_rules import (
     has_elements,
     integers_jvp,
     make_varying,
+    sum_dtype,
     varying,
     zero_tangent,
 )
@@ -81,8 +82,8 @@ def unpermute(
         return _bind_leaves(unpermute_p, leaves, plan, plan.capacity, None)
     results: list[Any] = [None] * len(leaves)
     # Weights come in the dtype of the sums, which one call has one of.
-    for wide in sorted({_wide(leaf.dtype) for leaf in leaves}, key=str):
-        chosen = [i for i, leaf in enumerate(leaves) if _wide(leaf.dtype) == wide]
+    for wide in sorted({sum_dtype(leaf.dtype) for leaf in leaves}, key=str):
+        chosen = [i for i, leaf in enumerate(leaves) if sum_dtype(leaf.dtype) == wide]
         sums = _bind_leaves(
             unpermute_p,
             [leaves[i] for i in chosen],
@@ -93,11 +94,6 @@ def unpermute(
         for i, total in zip(chosen, sums, strict=True):
             results[i] = total
     return results
-
-
-def _wide(dtype: Any) -> np.dtype:
-    """The dtype of sums, and of weights."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def _bind_leaves(primitive, leaves, plan, rows, weights) -> list[jax.Array]:
@@ -163,7 +159,7 @@ def _unpermute_abstract_eval(*avals, weighted, **_):
 
 def _row_dots_abstract_eval(places, ranges, *leaves, **_):
     del ranges
-    return [places.update(dtype=_wide(leaves[0].dtype), weak_type=False)]
+    return [places.update(dtype=sum_dtype(leaves[0].dtype), weak_type=False)]
 
 
 # Lowering --------------------------------------------------------------------

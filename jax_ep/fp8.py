@@ -157,9 +157,11 @@ def dispatch_fp8(
             "jax_ep.dispatch_fp8: x must be bfloat16, float16 or float32 [T, H], "
             f"found {x.dtype}{list(x.shape)}"
         )
+    if isinstance(plan, Plan):  # else dispatch says what is wrong
+        ops._checked_leaves("dispatch", x, plan)  # before it is two arrays
     if not dequantize:
         return _send(lax.stop_gradient(x), plan, block, scale)
-    if isinstance(plan, Plan):  # else dispatch says what is wrong
+    if isinstance(plan, Plan):
         # So that the cotangent's type is that of x.
         x = make_varying(x, varying(x) | varying(plan._routes))
     return _straight_through(block, scale, x, plan)
@@ -210,7 +212,7 @@ def _exponents_above(scales: jax.Array) -> jax.Array:
     For normal numbers, which the floor ensures.
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
-    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.uint32)
     return jnp.where(jnp.isnan(scales), 255, exponents).astype(jnp.uint8)
 
 

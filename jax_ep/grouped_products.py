@@ -55,18 +55,19 @@ def ragged_dot(
     Derivative: of every kind and order, in lhs and rhs. The gradient of lhs is 0
     behind the last group, that of the matrix of a group without rows is 0.
     """
-    op = "ragged_dot"
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    _check_array(op, "lhs", lhs, "M, K", (None, None))
-    _check_array(op, "rhs", rhs, "G, K, N", (None, lhs.shape[1], None), lhs.dtype)
-    sizes = _checked_sizes(op, group_sizes, rhs.shape[0])
+    _check_array("ragged_dot", "lhs", lhs, "M, K", (None, None))
+    _check_array(
+        "ragged_dot", "rhs", rhs, "G, K, N", (None, lhs.shape[1], None), lhs.dtype
+    )
+    sizes = _checked_sizes("ragged_dot", group_sizes, rhs.shape[0])
     return product_primitives.rows(
         sizes,
         lhs,
         rhs,
-        group_alignment=_checked_alignment(op, group_alignment),
+        group_alignment=_checked_alignment("ragged_dot", group_alignment),
         precision=default_precision(),
-        dtype=_checked_result(op, preferred_element_type, lhs.dtype),
+        dtype=_checked_result("ragged_dot", preferred_element_type, lhs.dtype),
     )
 
 
@@ -130,9 +131,8 @@ def gated_mlp(
     computes hidden values again; under jax.checkpoint it keeps rows alone and
     computes gate and up again, at the cost of two more products beside nine.
     """
-    op = "gated_mlp"
     rows = jnp.asarray(rows)
-    _check_array(op, "rows", rows, "M, H", (None, None))
+    _check_array("gated_mlp", "rows", rows, "M, H", (None, None))
     num_groups = jnp.shape(w_gate)[0] if jnp.ndim(w_gate) else None
     inner = jnp.shape(w_gate)[-1] if jnp.ndim(w_gate) else None
     width = jnp.shape(w_down)[-1] if jnp.ndim(w_down) else None
@@ -149,19 +149,19 @@ def gated_mlp(
         if value is None and name.startswith("b_"):
             continue
         arrays[name] = jnp.asarray(value)
-        _check_array(op, name, arrays[name], letters, sizes, rows.dtype)
+        _check_array("gated_mlp", name, arrays[name], letters, sizes, rows.dtype)
     biases = tuple(arrays[name] for name in ("b_gate", "b_up") if name in arrays)
     if len(biases) == 1:
         raise ValueError(
-            f"jax_ep.{op}: give both of b_gate and b_up or none, found one"
+            "jax_ep.gated_mlp: give both of b_gate and b_up or none, found one"
         )
-    sizes = _checked_sizes(op, group_sizes, arrays["w_gate"].shape[0])
+    sizes = _checked_sizes("gated_mlp", group_sizes, arrays["w_gate"].shape[0])
     options = {
-        "group_alignment": _checked_alignment(op, group_alignment),
+        "group_alignment": _checked_alignment("gated_mlp", group_alignment),
         "precision": default_precision(),
     }
     shape = (len(rows), arrays["w_gate"].shape[2])
-    glu, closed = _checked_glu(op, activation, glu, shape, rows.dtype)
+    glu, closed = _checked_glu("gated_mlp", activation, glu, shape, rows.dtype)
     weights = [arrays[name] for name in ("w_gate", "w_up", "w_down")]
     output = _mlp(sizes, rows, weights, biases, glu, closed, options)
     if b_down is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from jax_ep import bootstrap
+from jax_ep import bootstrap, native
 
 
 class Held:
@@ -27,6 +27,20 @@ class Held:
         # At exit the process takes everything with it.
         self._finalizer.atexit = False
 
+    # Two that give back the same would leave one of them without it.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"jax_ep.{type(self).__name__}: it holds memory of this process and its "
+            "devices and cannot be pickled; leave it out of what is saved or sent, "
+            "and make one in each process that needs it"
+        )
+
     @property
     def closed(self) -> bool:
         """Whether close() was called."""
@@ -36,12 +50,14 @@ class Held:
         """Gives everything back. Collective and idempotent.
 
         Waits until every process has come here. Safe with executables still
-        alive and running: each holds on to what it needs, and the last holder
-        frees it.
+        alive and running: each holds on to what it needs, and what the last
+        holder let go of is freed soon after. On GPUs memory is freed when no
+        kernel runs any more: where no executable holds on, close() waits for
+        that, and the memory is back when it returns.
 
         Raises:
-          RuntimeError: a process did not come within the communicator's timeout_s.
-            What this one holds is given back all the same.
+          RuntimeError: a process did not come within the communicator's
+            setup_timeout_s. What this one holds is given back all the same.
         """
         if self.closed:
             return
@@ -50,6 +66,8 @@ class Held:
                 self._peers.barrier("close")
         finally:
             self._finalizer()
+        if os.getpid() == self._pid:
+            native.wait_for_releases()
 
     def __enter__(self) -> Self:
         return self

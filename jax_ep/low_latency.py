@@ -202,7 +202,7 @@ class LowLatencyBuffer(Held):
         if len(comm.processes) == 1:
             return
         self._peers = bootstrap.Processes(
-            comm.processes, jax.process_index(), comm.timeout_s
+            comm.processes, jax.process_index(), comm.setup_timeout_s
         )
         self._near = self._peers
         if comm._near is not comm._peers:
@@ -263,6 +263,7 @@ class LowLatencyBuffer(Held):
                 self.size_bytes,
                 num_sms=comm._num_sms,
                 timeout_s=comm.timeout_s,
+                warn_after_s=comm._warn_after_s,
                 processes=self._near,
                 links=links,
             )

@@ -6,9 +6,11 @@ import functools
 import importlib
 import pathlib
 import re
+import sys
 import threading
 import types
 from collections.abc import Sequence
+from importlib import machinery
 
 import jax
 
@@ -28,6 +30,13 @@ def cuda() -> types.ModuleType:
       ImportError: jax_ep was built without nvcc, or for other FFI headers.
     """
     return _registered("_cuda", "CUDA")
+
+
+def wait_for_releases() -> None:
+    """Returns when the GPU memory that was let go of before has been freed."""
+    module = sys.modules.get("jax_ep._cuda")
+    if module is not None:
+        module.wait_for_releases()
 
 
 def plan_workspace_size(*, num_ranks: int, num_experts: int) -> int:
@@ -75,6 +84,14 @@ def _load(name: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if error.name != f"jax_ep.{name}":
             raise
+        here, installed = pathlib.Path(__file__).parent, _installed_with(name)
+        if installed is not None:
+            raise ImportError(
+                f"jax_ep: Python imported {here}, which has no native module {name}; "
+                f"the jax_ep that is installed in {installed} has one. Start Python "
+                f"in another folder than {here.parent} and take that out of "
+                f"PYTHONPATH, or run pip install -e {here.parent}"
+            ) from error
         needs = "nvcc (CUDA 12.8 or newer) on PATH" if name == "_cuda" else "CMake"
         raise ImportError(
             f"jax_ep: the native module {name} was not built; install jax_ep "
@@ -83,6 +100,18 @@ def _load(name: str) -> types.ModuleType:
         ) from error
     check_ffi_version(name, module.ffi_version(), installed_ffi_version())
     return module
+
+
+def _installed_with(name: str) -> pathlib.Path | None:
+    """Another jax_ep on Python's path that has the native module."""
+    for entry in map(pathlib.Path, sys.path):
+        package = (entry / "jax_ep").absolute()
+        if package == pathlib.Path(__file__).parent:
+            continue
+        modules = (package / f"{name}{end}" for end in machinery.EXTENSION_SUFFIXES)
+        if (package / "__init__.py").exists() and any(m.exists() for m in modules):
+            return package
+    return None
 
 
 def installed_ffi_version() -> tuple[int, int]:

@@ -133,9 +133,9 @@ def _crossing(
     ids: jax.Array, local_experts: int, node: jax.Array, layout: _Wire
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Places and sends, and the most rows that one other node wants of this rank."""
-    nodes = jnp.arange(layout.num_nodes, dtype=jnp.int32)
+    nodes = jnp.arange(layout.num_nodes, dtype=jnp.int32)[None]
     target = jnp.where(ids >= 0, ids // (local_experts * layout.node_size), -1)
-    sent = (target[:, :, None] == nodes).any(axis=1)  # [T, N]
+    sent = xla_backend._named(target, layout.num_nodes)  # [T, N]
     index = jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1
     token = jnp.arange(layout.num_tokens, dtype=jnp.int32)[:, None]
     own = nodes == node
@@ -155,7 +155,7 @@ def _crossing(
         .at[jnp.where(kept & ~own, departure, num_sends)]
         .set(jnp.broadcast_to(token, sent.shape), mode="drop")
     )
-    demand = jnp.where(own, 0, sent.sum(axis=0, dtype=jnp.int32)).max()
+    demand = jnp.where(own, 0, sent.sum(axis=0, dtype=jnp.int32)[None]).max()
     return routes[..., 1], sends, demand
 
 
@@ -177,7 +177,7 @@ def _gather_in_node(
     operands = (
         routes.reshape(copies * num_rows, width, 2),
         jnp.full((), size * num_rows, jnp.int32),
-        (sources * num_rows + row).ravel(),
+        (sources * num_rows + row[None]).ravel(),
         jnp.tile(rows, (copies, *(1,) * (rows.ndim - 1))),
     )
     (gathered,) = primitives.dispatch_p.bind(
@@ -206,13 +206,13 @@ class _Arrivals:
         ids = rows[..., :-1] - node * size * local_experts
         inside = (rows[..., :-1] >= 0) & (ids >= 0) & (ids < size * local_experts)
         owner = jnp.where(inside, ids // local_experts, size)
-        ranks = jnp.arange(size, dtype=jnp.int32)
-        sent = (owner[..., None] == ranks).any(axis=-2)  # [L, W, L]
-        before = jnp.cumsum(sent, axis=1, dtype=jnp.int32) - sent
+        sent = xla_backend._named(owner, size)  # [L, W, L]
+        before = jnp.cumsum(sent, axis=1, dtype=jnp.int32) - sent.astype(jnp.int32)
         at_begin = before[:, layout.begins]  # [L, N, L]
-        counts = before[:, layout.ends - 1] + sent[:, layout.ends - 1] - at_begin
+        last = layout.ends - 1
+        counts = before[:, last] + sent[:, last].astype(jnp.int32) - at_begin
         # Blocks lie by distance, slots by source node: each is its own inverse.
-        distance = (node - jnp.arange(num_nodes)) % num_nodes
+        distance = (node - jnp.arange(num_nodes, dtype=jnp.int32)) % num_nodes
         by_source = counts[:, distance].swapaxes(0, 1).reshape(num_nodes * size, size)
         begins = jnp.cumsum(by_source, axis=0, dtype=jnp.int32) - by_source
         first = begins.reshape(num_nodes, size, size)[distance].swapaxes(0, 1)
@@ -232,12 +232,13 @@ class _Arrivals:
             .at[jnp.where(of(kept, local, 2), of(slot, local, 2), capacity).ravel()]
             .set(jnp.arange(size * layout.num_rows, dtype=jnp.int32), mode="drop")
         )
-        source_node = distance[layout.block].astype(jnp.int32)
-        source = (source_node * size + ranks[:, None]) * layout.num_tokens
+        ranks = jnp.arange(size, dtype=jnp.int32)[:, None]
+        source_node = distance[layout.block][None]
+        source = (source_node * size + ranks) * layout.num_tokens  # [L, W]
         number = np.arange(layout.num_rows) - layout.begins[layout.block]
         self.src, self.wire_rows = (
             xla_backend._take_rows((source + token).ravel(), arrival, -1)
-            for token in (rows[..., -1], jnp.asarray(number, jnp.int32))
+            for token in (rows[..., -1], jnp.asarray(number, jnp.int32)[None])
         )
         here = jnp.where(owner == local, ids - local * local_experts, -1)
         self.topk_idx = xla_backend._take_rows(

@@ -8,7 +8,6 @@ primitives.py, the only file that knows these targets.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from jax_ep.primitive_rules import (
     define,
     integers_jvp,
     make_varying,
+    row_bytes,
     varying,
 )
 
@@ -175,14 +175,13 @@ def _native_rows(op: str, index: int):
         taken = [*keep, *range(_NUM_ROUTING, len(operands))]
         leaves = ctx.avals_in[_NUM_ROUTING:]
         num_wire_rows = ctx.avals_in[0].shape[0]
-        row_bytes = [math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves]
+        sizes = list(map(row_bytes, leaves))
         block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
-        chunk_rows, in_flight = chunks(comm, block, sum(row_bytes))
+        chunk_rows, in_flight = chunks(comm, block, sum(sizes))
         staged = in_flight * chunk_rows
         rows = 2 * staged if op == "dispatch" else num_wire_rows + staged
         staging = [
-            jax.core.ShapedArray((rows * size,), np.dtype(np.uint8))
-            for size in row_bytes
+            jax.core.ShapedArray((rows * size,), np.dtype(np.uint8)) for size in sizes
         ]
         results = primitives.communicator_call(
             ctx,

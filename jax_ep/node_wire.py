@@ -21,7 +21,9 @@ def set_up_wire(
     rails: _Groups,
     *,
     node_size: int,
+    setup_timeout_s: float,
     timeout_s: float,
+    warn_after_s: float,
     processes: bootstrap.Processes | None,
 ) -> Callable[[], Any]:
     """Connects the rails with ranks here. Collective where there are `processes`.
@@ -30,7 +32,9 @@ def set_up_wire(
       identity: of the entry in the native registry.
       rails: devices by [rail][node], rails of a group one after the other.
       node_size: rails of a group.
-      timeout_s: how long to wait for the others, here and in each transfer.
+      setup_timeout_s: how long to wait for the others here.
+      timeout_s: and in each transfer.
+      warn_after_s: a transfer that takes longer says so.
       processes: all of the communicator.
 
     Returns:
@@ -65,7 +69,10 @@ def set_up_wire(
         if device.process_index == jax.process_index()
     ]
     problem = _in_time(
-        lambda: module.connect_rails(identity, places, timeout_s), 2 * timeout_s
+        lambda: module.connect_rails(
+            identity, places, setup_timeout_s, timeout_s, warn_after_s
+        ),
+        2 * setup_timeout_s,
     )
     if problem:
         name = module.nccl_version_name(version)
@@ -126,7 +133,10 @@ def _in_time(connect: Callable[[], str], seconds: float) -> str | None:
             result.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=run, daemon=True, name="jax_ep rails")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # a limit on threads
+        return str(error)
     thread.join(seconds)
     if not result:
         return f"NCCL did not connect the nodes within {seconds:.1f} s"

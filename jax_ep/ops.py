@@ -16,9 +16,10 @@ from jax_ep import (
     node_primitives,
     plan_dispatch_primitives,
     primitives,
+    sizes,
 )
 from jax_ep.communicator import Communicator
-from jax_ep.plan import Plan, check_request
+from jax_ep.plan import Plan, PlanRequest, check_request
 from jax_ep.primitive_rules import SUMMABLE
 
 # XLA packs these below a byte; they travel one to a byte, without loss.
@@ -29,6 +30,9 @@ _TRAVELS_AS = {
     jnp.dtype("uint4"): jnp.dtype("uint8"),
     jnp.dtype("float4_e2m1fn"): jnp.dtype("float8_e4m3fn"),
 }
+
+# The arguments of make_plan that say how large the buffers of a dispatch are.
+_OF_DISPATCH = ("capacity", "node_capacity")
 
 
 def dispatch(tree: Any, plan: Plan) -> Any:
@@ -49,7 +53,9 @@ def dispatch(tree: Any, plan: Plan) -> Any:
       plan: from `make_plan`, inside the same shard_map.
 
     Returns:
-      The same tree with leaves [C, ...]; rows >= plan.num_recv are 0.
+      The same tree with leaves [C, ...]; rows >= plan.num_recv are 0. Of each leaf
+      that is C times the bytes of a row on each rank, whatever came; the default of C,
+      R * T, warns above 1 GiB. `plan.describe(tree)` tells.
 
     Raises:
       TypeError, ValueError: a bad argument, with the rule and what was found.
@@ -59,6 +65,7 @@ def dispatch(tree: Any, plan: Plan) -> Any:
     Integer leaves have none.
     """
     leaves, treedef = _checked_leaves("dispatch", tree, plan)
+    sizes.warn_of_defaults("dispatch", plan, leaves, *_OF_DISPATCH)
     rows = _moves(plan).dispatch([_convert(x, _travels_as(x)) for x in leaves], plan)
     return treedef.unflatten(
         [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
@@ -101,7 +108,8 @@ def plan_dispatch(
       node_capacity: rows that a rank can send to another node.
 
     Returns:
-      (plan, rows): a `Plan`, and the tree with leaves [C, ...].
+      (plan, rows): a `Plan`, and the tree with leaves [C, ...], C times the bytes of a
+      row for each, as from `dispatch`.
 
     Raises:
       TypeError, ValueError, RuntimeError: as `make_plan` and `dispatch`, and in
@@ -121,10 +129,11 @@ def plan_dispatch(
         expert_capacity=expert_capacity,
         node_capacity=node_capacity,
     )
-    leaves, treedef = _leaves_of("dispatch", tree, request.num_tokens, "T")
+    leaves, treedef = _leaves_of("dispatch", tree, request)
     if request.between_nodes:
         plan = request.make()
         return plan, dispatch(tree, plan)
+    sizes.warn_of_defaults("plan_dispatch", request, leaves, *_OF_DISPATCH)
     arrays, rows = plan_dispatch_primitives.plan_dispatch(
         request.ids, [_convert(x, _travels_as(x)) for x in leaves], **request.sizes
     )
@@ -162,8 +171,6 @@ def combine(tree: Any, plan: Plan) -> Any:
     Derivative: linear in `tree`; its transpose is `dispatch` of the cotangents.
     """
     leaves, treedef = _checked_leaves("combine", tree, plan)
-    for leaf in leaves:
-        _check_summable("combine", leaf)
     return treedef.unflatten(_moves(plan).combine(leaves, plan))
 
 
@@ -189,7 +196,8 @@ def permute(tree: Any, plan: Plan) -> Any:
 
     Returns:
       The same tree with leaves [S, ...], S = plan.expert_capacity. Places past
-      S are dropped.
+      S are dropped. Of each leaf that is S times the bytes of a row on each rank; the
+      default of S, C * K and the pads, warns above 1 GiB. `plan.describe(tree)` tells.
 
     Raises:
       TypeError, ValueError: a bad argument, with the rule and what was found.
@@ -199,6 +207,7 @@ def permute(tree: Any, plan: Plan) -> Any:
     """
     leaves, treedef = _checked_leaves("permute", tree, plan)
     _check_places("permute", plan)
+    sizes.warn_of_defaults("permute", plan, leaves, "expert_capacity")
     rows = expert_primitives.permute(
         [_convert(x, _travels_as(x)) for x in leaves], plan
     )
@@ -242,16 +251,15 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
     """
     leaves, treedef = _checked_leaves("unpermute", tree, plan)
     _check_places("unpermute", plan)
-    for leaf in leaves:
-        _check_summable("unpermute", leaf)
     if weights is not None:
         weights = jnp.asarray(weights)
         _check_weights("unpermute", weights, (plan.capacity, plan.top_k), "C, K")
-        for leaf in leaves:
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        for path, leaf in zip(paths, leaves, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
                     "jax_ep.unpermute: weights apply to real leaves, found "
-                    f"{leaf.dtype}[{_dims(leaf)}]"
+                    f"{_found(leaf, path)}"
                 )
     return treedef.unflatten(expert_primitives.unpermute(leaves, plan, weights))
 
@@ -268,6 +276,8 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
     leaves, treedef = _checked_leaves("dispatch", (tree, others), plan)
     _check_places("permute", plan)
     count = len(jax.tree.leaves(tree))
+    sizes.warn_of_defaults("dispatch", plan, leaves, *_OF_DISPATCH)
+    sizes.warn_of_defaults("permute", plan, leaves[:count], "expert_capacity")
     moving = [_convert(x, _travels_as(x)) for x in leaves]
     grouped, received = fused_primitives.dispatch_permute(
         moving[:count], moving[count:], plan
@@ -285,24 +295,15 @@ def _moves(plan: Plan) -> types.ModuleType:
     return primitives if plan._crossing is None else node_primitives
 
 
-def _check_summable(op: str, leaf: jax.Array) -> None:
-    if leaf.dtype not in SUMMABLE:
-        raise TypeError(
-            f"jax_ep.{op}: leaves must be bfloat16, float16, float32, "
-            f"float64 or complex, found {leaf.dtype}[{_dims(leaf)}]"
-        )
-
-
 def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> None:
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(
-            f"jax_ep.{op}: weights must be floating, found "
-            f"{weights.dtype}[{_dims(weights)}]"
+            f"jax_ep.{op}: weights must be floating, found {_found(weights)}"
         )
     if weights.shape != shape:
         raise ValueError(
             f"jax_ep.{op}: weights must be [{letters}] = {list(shape)} as in the "
-            f"plan, found {weights.dtype}[{_dims(weights)}]"
+            f"plan, found {_found(weights)}"
         )
 
 
@@ -333,39 +334,65 @@ def _convert(leaf: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def _dims(leaf: jax.Array) -> str:
-    return ",".join(map(str, leaf.shape))
+def _found(leaf: jax.Array, path: tuple[Any, ...] = ()) -> str:
+    """What a message says of a leaf: its type, and where it is in its tree."""
+    where = f" at {jax.tree_util.keystr(path)}" if path else ""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]{where}"
+
+
+# What the leaves of an operation are: the size of their first axis by Plan's name
+# and in words, and whether the operation sums them.
+_LEAVES = {
+    "dispatch": ("num_tokens", "T", False),
+    "dispatch_start": ("num_tokens", "T", False),
+    "combine": ("capacity", "C", True),
+    "combine_start": ("capacity", "C", True),
+    "permute": ("capacity", "C", False),
+    "unpermute": ("expert_capacity", "S", True),
+}
 
 
 def _checked_leaves(op: str, tree: Any, plan: Plan):
+    """(leaves, structure) of what `op` takes."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"jax_ep.{op}: plan must be a jax_ep.Plan, found {type(plan).__name__}"
         )
     checks.check_open(plan.comm, op)
     checks.check_inside_shard_map(plan.comm, op)
-    rows, name = {
-        "dispatch": (plan.num_tokens, "T"),
-        "dispatch_start": (plan.num_tokens, "T"),
-        "unpermute": (plan.expert_capacity, "S"),
-    }.get(op, (plan.capacity, "C"))
-    return _leaves_of(op, tree, rows, name)
+    return _leaves_of(op, tree, plan)
 
 
-def _leaves_of(op: str, tree: Any, rows: int, name: str):
-    """(leaves, structure) of arrays [rows, ...]."""
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    for leaf in leaves:
+def _leaves_of(op: str, tree: Any, plan: Plan | PlanRequest):
+    """As _checked_leaves, of a plan that was looked at."""
+    size, name, summed = _LEAVES[op]
+    rows = getattr(plan, size)
+    pairs, treedef = jax.tree.flatten_with_path(tree)
+    leaves = []
+    for path, leaf in pairs:
+        try:
+            leaf = jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise TypeError(
+                f"jax_ep.{op}: leaves must be arrays, found {type(leaf).__name__}"
+                f"{where}"
+            ) from None
         if dtypes.issubdtype(leaf.dtype, dtypes.extended):
             raise TypeError(
                 f"jax_ep.{op}: typed key arrays cannot travel, found "
-                f"{leaf.dtype}[{_dims(leaf)}]; pass jax.random.key_data(keys) "
-                "and wrap the result again"
+                f"{_found(leaf, path)}; pass jax.random.key_data(keys) and wrap the "
+                "result again"
             )
         if leaf.ndim < 1 or leaf.shape[0] != rows:
             raise ValueError(
                 f"jax_ep.{op}: leaves must be [{name}, ...] with {name} = {rows} "
-                f"as in the plan, found {leaf.dtype}[{_dims(leaf)}]"
+                f"as in the plan, found {_found(leaf, path)}"
             )
+        if summed and leaf.dtype not in SUMMABLE:
+            raise TypeError(
+                f"jax_ep.{op}: leaves must be bfloat16, float16, float32, "
+                f"float64 or complex, found {_found(leaf, path)}"
+            )
+        leaves.append(leaf)
     return leaves, treedef

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import dtypes
 
-from jax_ep import checks, flight_primitives, ops
+from jax_ep import checks, flight_primitives, ops, sizes
 from jax_ep.plan import Plan
 from jax_ep.primitive_rules import launches, without_travel
 
@@ -62,6 +62,7 @@ def dispatch_start(tree: Any, plan: Plan) -> Flight:
     the backward pass of what was put in between, and are waited for here.
     """
     leaves, structure = ops._checked_leaves("dispatch_start", tree, plan)
+    sizes.warn_of_defaults("dispatch_start", plan, leaves, *ops._OF_DISPATCH)
     names = tuple(leaf.dtype.name for leaf in leaves)
     leaves = [ops._convert(x, ops._travels_as(x)) for x in leaves]
     return _start("dispatch", leaves, plan, plan.capacity, structure, names)
@@ -100,8 +101,6 @@ def combine_start(tree: Any, plan: Plan) -> Flight:
     Derivative: as of `dispatch_start`, with `combine` for `dispatch`.
     """
     leaves, structure = ops._checked_leaves("combine_start", tree, plan)
-    for leaf in leaves:
-        ops._check_summable("combine_start", leaf)
     names = tuple(leaf.dtype.name for leaf in leaves)
     return _start("combine", leaves, plan, plan.num_tokens, structure, names)
 

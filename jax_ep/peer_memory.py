@@ -119,6 +119,7 @@ def set_up_cuda(
     *,
     num_sms: int | None,
     timeout_s: float,
+    warn_after_s: float,
     num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
@@ -137,7 +138,7 @@ def set_up_cuda(
     set_up = SetUp(groups, num_sms or 0, staging_bytes, processes, links)
     try:
         set_up.run(num_channels)
-        return set_up.hand_over(identity, timeout_s)
+        return set_up.hand_over(identity, timeout_s, warn_after_s)
     except BaseException:
         set_up.holdings.release()
         raise
@@ -430,7 +431,9 @@ class SetUp:
 
     # The native side
 
-    def hand_over(self, identity: int, timeout_s: float) -> CudaMemory:
+    def hand_over(
+        self, identity: int, timeout_s: float, warn_after_s: float
+    ) -> CudaMemory:
         """Registers the communicator, which owns the memory from then on."""
         self.module.create_communicator(
             identity,
@@ -438,6 +441,7 @@ class SetUp:
                 num_ranks=self.num_ranks,
                 num_sms=self.num_sms,
                 timeout_s=timeout_s,
+                warn_after_s=warn_after_s,
                 num_channels=self.num_channels,
                 staging_bytes=self.staging_bytes,
                 places=self.places,

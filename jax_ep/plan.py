@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, node_plan, primitives, product_primitives
+from jax_ep import checks, node_plan, primitives, product_primitives, sizes
 from jax_ep.communicator import Communicator
 
 # kMaxTopK in cc/layout.h.
@@ -17,7 +18,7 @@ _MAX_TOP_K = 32
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The routing of one batch of tokens, made by `make_plan`.
 
@@ -48,6 +49,7 @@ class Plan:
       num_experts, num_tokens, top_k, capacity, expert_alignment: the sizes.
       expert_capacity: S, rows in the result of `permute`.
       node_capacity: rows that a rank can send to another node.
+      defaults: which of the three capacities nobody chose.
     """
 
     num_recv: jax.Array
@@ -75,6 +77,37 @@ class Plan:
     expert_alignment: int = dataclasses.field(metadata={"static": True})
     expert_capacity: int = dataclasses.field(metadata={"static": True})
     node_capacity: int = dataclasses.field(metadata={"static": True})
+    defaults: sizes.Defaults = dataclasses.field(metadata={"static": True})
+
+    def describe(self, tree: Any = ()) -> dict[str, Any]:
+        """The plan's sizes, and what they come to in bytes, as a dict.
+
+        Static numbers only, so it works while JAX traces.
+
+        Args:
+          tree: a pytree of arrays [T, ...] or [C, ...], or of their shapes
+            (jax.ShapeDtypeStruct), to tell bytes of.
+
+        Returns:
+          "num_ranks", "num_tokens", "top_k", "num_experts", "num_local_experts",
+          "capacity" (C), "expert_capacity" (S), "expert_alignment", "node_capacity";
+          "defaults", the capacities that nobody chose, a list of names; and
+          "leaves", by the path of each leaf (jax.tree_util.keystr) a dict of bytes:
+          "row_bytes" of one row; and on each rank "receive_bytes" of what `dispatch`
+          returns, C * row_bytes; "expert_bytes" of what `permute` returns and `moe`
+          hands to its expert_fn, S * row_bytes; and with several nodes "wire_bytes"
+          of what waits between them, (T + (N - 1) * node_capacity) * row_bytes.
+        """
+        return sizes.describe(self, tree)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(num_tokens={self.num_tokens}, top_k={self.top_k}, "
+            f"num_experts={self.num_experts}, capacity={self.capacity}, "
+            f"expert_alignment={self.expert_alignment}, "
+            f"expert_capacity={self.expert_capacity}, "
+            f"node_capacity={self.node_capacity}, comm={self.comm!r})"
+        )
 
 
 def make_plan(
@@ -94,6 +127,13 @@ def make_plan(
     each rank that owns at least one of its experts. A receiver orders its rows
     by (source rank, token), so the plan is a pure function of the inputs.
 
+    The capacities are the sizes of buffers: on each rank a leaf of b bytes a row
+    takes C * b bytes when it is dispatched and S * b when it is permuted. The
+    defaults have room for the worst case, all rows on one rank: with R = 64,
+    T = 4096, K = 8 and 7168 columns of bfloat16 (b = 14336) C * b is 3.8 GB and
+    S * b is 30 GB; capacity_factor=1.25 makes both 0.6 GB. `Plan.describe` tells
+    them, and a default that makes a buffer of more than 1 GiB warns once.
+
     Args:
       topk_idx: int[T, K], the experts of each token (any integer dtype). An id
         outside [0, num_experts), -1 above all, means "no expert". Duplicate
@@ -101,9 +141,9 @@ def make_plan(
       comm: the communicator, over whose mesh the surrounding shard_map runs.
       num_experts: E >= 1; need not divide by R (the last ranks own fewer).
       capacity: C >= 1, rows of the receive buffer. Default R * T: nothing can
-        be dropped. Rows past C, in (source rank, token) order, are dropped at
-        the sender: they contribute 0 forward and backward, and `num_demand`
-        and `overflow` tell.
+        be dropped, b * R * T bytes for a leaf of b bytes a row. Rows past C, in
+        (source rank, token) order, are dropped at the sender: they contribute 0
+        forward and backward, and `num_demand` and `overflow` tell.
       capacity_factor: chooses both capacities where they are None, as a
         multiple of the (token, k) pairs of a rank when all experts are equally
         busy: capacity = factor * pairs, at most R * T, and expert_capacity =
@@ -113,9 +153,9 @@ def make_plan(
         1 with an expert_capacity that is no multiple of that.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
         `permute` makes. Default: the worst case, min(C, R * T) * K and the
-        pads, where nothing can be dropped. Expert rows past S are dropped: they
-        contribute 0 forward and backward, and `expert_demand` and
-        `expert_overflow` tell.
+        pads, where nothing can be dropped: K times the bytes of the receive
+        buffer and more. Expert rows past S are dropped: they contribute 0 forward
+        and backward, and `expert_demand` and `expert_overflow` tell.
       node_capacity: >= 1, rows that a rank can send to one other node; buffers
         between nodes are so large, and so much travels, whatever is in it.
         Default T: nothing can be dropped. Rows past it, in the order of tokens,
@@ -148,6 +188,7 @@ class PlanRequest:
     Attributes:
       ids: i32[T, K].
       worst_case: the expert rows that there can be at most, pads included.
+      defaults: as in Plan.
       others: as in Plan.
     """
 
@@ -159,6 +200,7 @@ class PlanRequest:
     expert_capacity: int
     worst_case: int
     node_capacity: int
+    defaults: sizes.Defaults
 
     @property
     def num_tokens(self) -> int:
@@ -216,6 +258,7 @@ class PlanRequest:
             top_k=self.ids.shape[1],
             expert_capacity=self.expert_capacity,
             node_capacity=self.node_capacity,
+            defaults=self.defaults,
         )
 
 
@@ -256,6 +299,9 @@ def check_request(
     expert_alignment = checks.check_small_integer(
         "make_plan", "expert_alignment", expert_alignment
     )
+    defaults = _defaults(
+        comm, capacity_factor, capacity, expert_capacity, node_capacity
+    )
     pairs = _balanced_pairs(
         capacity_factor, comm.num_ranks * num_tokens * top_k, comm, num_experts
     )
@@ -293,6 +339,7 @@ def check_request(
         expert_capacity=expert_capacity,
         worst_case=worst_case,
         node_capacity=min(node_capacity, max(1, num_tokens)),
+        defaults=defaults,
     )
 
 
@@ -304,24 +351,42 @@ def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
     return best
 
 
+def _defaults(
+    comm: Communicator,
+    factor: float | None,
+    capacity: int | None,
+    expert_capacity: int | None,
+    node_capacity: int | None,
+) -> sizes.Defaults:
+    """Which of the capacities nobody chose."""
+    given = {}
+    if factor is None:
+        given |= {"capacity": capacity, "expert_capacity": expert_capacity}
+    if comm.num_nodes > 1:
+        given["node_capacity"] = node_capacity
+    return sizes.Defaults(name for name, size in given.items() if size is None)
+
+
 def _balanced_pairs(
     factor: float | None, num_pairs: int, comm: Communicator, num_experts: int
 ) -> int:
     """`factor` times a rank's share of all (token, k) pairs; all if None."""
     if factor is None:
         return num_pairs
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+    checks.check_static("make_plan", "capacity_factor", factor)
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
         raise TypeError(
             "jax_ep.make_plan: capacity_factor must be a Python number or None, "
             f"found {type(factor).__name__}"
         )
     if not 0 < factor < math.inf:
         raise ValueError(
-            f"jax_ep.make_plan: capacity_factor must be above 0, found {factor}"
+            "jax_ep.make_plan: capacity_factor must be finite and above 0, found "
+            f"{factor}"
         )
     # A rank owns at most so many of all experts.
     share = -(-num_experts // comm.num_ranks) / num_experts
-    return min(num_pairs, math.ceil(factor * num_pairs * share))
+    return min(num_pairs, math.ceil(float(factor) * num_pairs * share))
 
 
 def _padded(num_pairs: int, local_experts: int, alignment: int) -> int:

@@ -9,7 +9,6 @@ Like primitives.py, the only file that knows this target.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax_ep.primitive_rules import (
     each_element,
     folded,
     make_varying,
+    row_bytes,
     varying,
     zero_tangent,
 )
@@ -111,7 +111,7 @@ def _fits(topk_idx, *leaves, comm, num_experts, **_) -> bool:
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        row_bytes=[math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves],
+        row_bytes=list(map(row_bytes, leaves)),
     )
 
 

@@ -32,6 +32,12 @@ SUMMABLE = frozenset(
 )
 
 
+def sum_dtype(dtype: Any) -> np.dtype:
+    """The dtype in which rows of `dtype`, a summable one, are added up."""
+    dtype = np.dtype(dtype)
+    return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
+
+
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which x varies; empty where check_vma is off."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
@@ -48,6 +54,11 @@ def make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 def has_elements(leaf: jax.Array) -> bool:
     """Whether a row of this leaf holds anything."""
     return math.prod(leaf.shape[1:]) > 0
+
+
+def row_bytes(leaf: Any) -> int:
+    """Bytes of one row of a leaf [rows, ...], as it travels."""
+    return math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
 
 
 def launches(leaves: Sequence[jax.Array], most: int = MAX_LEAVES) -> list[list[int]]:

@@ -44,6 +44,7 @@ def set_up_host(
     groups: list[list[jax.Device]],
     *,
     timeout_s: float,
+    warn_after_s: float,
     num_channels: int | None,
     staging_bytes: int,
     processes: bootstrap.Processes | None,
@@ -56,6 +57,7 @@ def set_up_host(
       identity: of the entry in the native registry.
       groups: devices by [group][rank].
       timeout_s: as for Communicator.
+      warn_after_s: a wait that takes longer says so.
       num_channels: as for Communicator.
       staging_bytes: as for Communicator.
       processes: who takes part, where there are several.
@@ -102,6 +104,7 @@ def set_up_host(
             places,
             len(groups[0]),
             timeout_s,
+            warn_after_s,
             where,
             members.index(me),
             exchange,

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jax_ep import checks
+
 _Groups = list[list[jax.Device]]
 
 
@@ -109,12 +111,14 @@ def connected(groups: _Groups, me: int) -> tuple[int, ...]:
         found = more
 
 
-def check_node_size(node_size: Any, num_ranks: int) -> None:
-    """Raises ValueError unless nodes of so many ranks can be cut."""
+def check_node_size(node_size: Any, num_ranks: int) -> int | None:
+    """`node_size` as int; ValueError unless nodes of so many ranks can be cut."""
     if node_size is None:
-        return
-    if type(node_size) is not int or node_size < 1 or num_ranks % node_size:
+        return None
+    size = checks.as_integer(node_size)
+    if size is None or size < 1 or num_ranks % size:
         raise ValueError(
             "jax_ep.Communicator: node_size must be None or an integer >= 1 that "
             f"divides the {num_ranks} ranks, found {node_size!r}"
         )
+    return size

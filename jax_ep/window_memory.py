@@ -33,6 +33,7 @@ def set_up_windows(
     *,
     num_sms: int | None,
     timeout_s: float,
+    warn_after_s: float,
     processes: bootstrap.Processes | None,
     links: bootstrap.Links | None,
 ) -> Callable[[], Any]:
@@ -50,7 +51,7 @@ def set_up_windows(
     set_up = _WindowSetUp(groups, size, num_sms, processes, links)
     try:
         set_up.run(None)
-        return set_up.hand_over(identity, timeout_s).release
+        return set_up.hand_over(identity, timeout_s, warn_after_s).release
     except BaseException:
         set_up.holdings.release()
         raise

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.primitive_rules import sum_dtype
+
 
 def plan(
     topk_idx: jax.Array,
@@ -89,18 +91,24 @@ def _routes(sent, kept, slot, rank, num_tokens, width):
         lax.dynamic_slice_in_dim(a, rank * num_tokens, num_tokens)
         for a in (sent, kept, slot)
     )
-    column = jnp.where(kept, jnp.cumsum(sent, axis=1) - 1, width)
+    column = jnp.where(kept, jnp.cumsum(sent, axis=1, dtype=jnp.int32) - 1, width)
     num_ranks = sent.shape[1]
     pairs = jnp.stack(
         [jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32), slot.shape), slot],
         axis=2,
     )
-    token = jnp.arange(num_tokens)[:, None]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     return (
         jnp.full((num_tokens, width, 2), -1, jnp.int32)
         .at[token, column]
         .set(pairs, mode="drop")
     )
+
+
+def _named(ids, count):
+    """bool[..., count]: which of 0 .. count - 1 stand in ids [..., K]."""
+    choices = jnp.arange(count, dtype=ids.dtype).reshape(*(1,) * ids.ndim, count)
+    return (ids[..., None] == choices).any(axis=-2)
 
 
 def _take_rows(rows, index, fill):
@@ -158,7 +166,7 @@ def combine(
     del num_recv
     num_rows = num_ranks * num_tokens
     # A slot that was dropped or never filled has no route: its row is not read.
-    routed = (routes[..., 0, None] == jnp.arange(num_ranks)).any(axis=1)  # [T, R]
+    routed = _named(routes[..., 0], num_ranks)  # [T, R]
     results = []
     for y in leaves:
         if num_tokens == 0 or y.size == 0:
@@ -179,7 +187,7 @@ def combine(
 
 def _sum_in_order(terms, routed, dtype):
     """Sums terms[r, t] over the r in routed[t, r], from the first on."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = sum_dtype(dtype)
     total = jnp.zeros(terms.shape[1:], wide)
     begun = jnp.zeros(terms.shape[1:2] + (1,) * (terms.ndim - 2), jnp.bool_)
     for r in range(terms.shape[0]):
@@ -312,7 +320,7 @@ def low_latency_dispatch(
             results.append(in_slots(jnp.where(valid, theirs, 0), 0))
         return results
     # One row for each (row, expert), however often the expert is named.
-    sent = (local[:, :, None] == jnp.arange(local_experts)).any(axis=1)
+    sent = _named(local, local_experts)
     slot = jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1  # [R * T, L]
     height = num_ranks * max_tokens
     if num_tokens == 0:
@@ -368,14 +376,14 @@ def low_latency_combine(
     local_experts = -(-num_experts // num_ranks)
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     owner = jnp.where(valid, topk_idx // local_experts, -1)
-    routed = (owner[:, :, None] == jnp.arange(num_ranks)).any(axis=1)  # [T, R]
+    routed = _named(owner, num_ranks)  # [T, R]
     home = lax.all_to_all(_as_bits(sums), axis_name, split_axis=0, concat_axis=0)
     return [_sum_in_order(_from_bits(home, y.dtype), routed, y.dtype)]
 
 
 def _scaled(rows, scale, present):
     """rows[i] * scale[i] in the dtype of sums, 0 where not present."""
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    wide = sum_dtype(rows.dtype)
     shape = (-1, *(1,) * (rows.ndim - 1))
     scaled = rows.astype(wide) * scale.astype(wide).reshape(shape)
     return jnp.where(present.reshape(shape), scaled, 0)

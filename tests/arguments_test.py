@@ -295,7 +295,8 @@ class TestTree:
 
     def loss(self, f, tree):
         rows = f(tree)
-        weight = rows["id"][:, None] + 1.0 + rows["odd"]
+        weight = 1.0 + rows["id"][:, None].astype(jnp.float32)
+        weight += rows["odd"].astype(jnp.float32)
         return jnp.sum(jnp.sin(rows["x"]) * weight) + jnp.sum(
             rows["half"].astype(jnp.float32) * weight
         )

@@ -49,10 +49,21 @@ def pytest_addoption(parser):
     )
 
 
+def strict_promotion():
+    """Nothing is promoted unasked, here and in child processes: as JAX tests JAX."""
+    for name, value in (
+        ("jax_numpy_rank_promotion", "raise"),
+        ("jax_numpy_dtype_promotion", "strict"),
+    ):
+        jax.config.update(name, value)
+        os.environ[name.upper()] = value
+
+
 def pytest_configure(config):
     import oracle
 
     oracle.NODE_SIZE = config.getoption("--node-size")
+    strict_promotion()
     if jax.distributed.is_initialized():
         # process_suite.py set JAX up; harness.py may only be imported then.
         import harness

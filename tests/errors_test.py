@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 
+import bad_input
 import harness
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,11 @@ class TestCommunicator:
                 {"timeout_s": "1"},
                 ValueError,
                 "timeout_s must be seconds above 0 and below 1e6, found '1'",
+            ),
+            (
+                {"setup_timeout_s": -2.5},
+                ValueError,
+                "setup_timeout_s must be seconds above 0 and below 1e6, found -2.5",
             ),
         ),
         ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
@@ -280,19 +286,64 @@ class TestMakePlan:
 
     def test_numpy_integers_are_integers(self):
         def body(x, topk_idx, rows):
-            sizes = {"num_experts": np.int64(EXPERTS), "capacity": np.int32(7)}
-            plan = plan_of(topk_idx, **sizes, expert_alignment=np.uint8(2))
-            assert type(plan.capacity) is type(plan.num_experts) is int
+            plan = plan_of(
+                topk_idx,
+                num_experts=np.int64(EXPERTS),
+                capacity=np.array(7, np.int32),
+                expert_alignment=np.uint8(2),
+                expert_capacity=np.uint16(4),
+                node_capacity=np.int8(3),
+            )
+            for name in ("num_experts", "capacity", "expert_alignment"):
+                assert type(getattr(plan, name)) is int, name
+            assert type(plan.expert_capacity) is type(plan.node_capacity) is int
             return plan.recv_src
 
         assert trace(body).shape == (RANKS * 7,)
 
-    def test_traced_size(self):
+    @pytest.mark.parametrize(
+        ("size", "found"),
+        ((np.True_, "bool"), (np.array([8]), "ndarray"), (np.float32(8), "float32")),
+    )
+    def test_what_is_no_integer(self, size, found):
         def body(x, topk_idx, rows):
-            return plan_of(topk_idx, capacity=topk_idx[0, 0]).recv_src
+            return plan_of(topk_idx, num_experts=size).recv_src
 
-        with pytest.raises(TypeError):
+        message = "num_experts must be a Python integer, found "
+        with pytest.raises(TypeError, match=f"{message}.*{found}"):
             trace(body)
+
+    @pytest.mark.parametrize(
+        "name",
+        (
+            "num_experts",
+            "capacity",
+            "capacity_factor",
+            "expert_alignment",
+            "expert_capacity",
+            "node_capacity",
+        ),
+    )
+    @pytest.mark.parametrize("op", ("make_plan", "plan_dispatch", "moe"))
+    def test_traced_size(self, op, name):
+        def body(x, topk_idx, rows):
+            sizes = {"num_experts": EXPERTS, name: topk_idx[0, 0]}
+            call = {
+                "make_plan": lambda **sizes: plan_of(topk_idx, **sizes).recv_src,
+                "plan_dispatch": functools.partial(jax_ep.plan_dispatch, x, topk_idx),
+                "moe": functools.partial(
+                    *(jax_ep.moe, x, topk_idx, jnp.ones(topk_idx.shape)),
+                    lambda rows, _: rows,
+                ),
+            }
+            return call[op](comm=bad_input.comm(), **sizes)
+
+        message = (
+            f"jax_ep.make_plan: {name} is static, found a traced int32[]; give a "
+            "number that is known while JAX traces: one that the function closes "
+            "over, or an argument that jax.jit(..., static_argnames=...) names"
+        )
+        assert_raises(TypeError, message, trace, body)
 
 
 class TestLeaves:
@@ -301,10 +352,11 @@ class TestLeaves:
         (
             (lambda x: x[:-1], f"float32[{TOKENS - 1},{HIDDEN}]"),
             (lambda x: x[0, 0], "float32[]"),
-            (lambda x: {"ok": x, "bad": x[:1, 0]}, "float32[1]"),
+            (lambda x: {"ok": x, "bad": x[:1, 0]}, "float32[1] at ['bad']"),
+            (lambda x: (x, [x, x[1:]]), f"float32[{TOKENS - 1},{HIDDEN}] at [1][1]"),
             (lambda x: 3, "int32[]"),
         ),
-        ids=("too_short", "scalar", "in_a_tree", "number"),
+        ids=("too_short", "scalar", "in_a_tree", "deep", "number"),
     )
     def test_dispatch_of_wrong_size(self, leaf, found):
         def body(x, topk_idx, rows):
@@ -321,7 +373,7 @@ class TestLeaves:
         (
             (lambda x, rows: rows[:-1], f"float32[{CAPACITY - 1},{HIDDEN}]"),
             (lambda x, rows: x, f"float32[{TOKENS},{HIDDEN}]"),
-            (lambda x, rows: [rows, rows[0, 0]], "float32[]"),
+            (lambda x, rows: [rows, rows[0, 0]], "float32[] at [1]"),
         ),
         ids=("too_short", "tokens", "in_a_tree"),
     )
@@ -344,7 +396,7 @@ class TestLeaves:
 
         message = (
             "jax_ep.combine: leaves must be bfloat16, float16, float32, float64 "
-            f"or complex, found {dtype}[{CAPACITY},{HIDDEN}]"
+            f"or complex, found {dtype}[{CAPACITY},{HIDDEN}] at [1]"
         )
         assert_raises(TypeError, message, trace, body)
 
@@ -367,6 +419,77 @@ class TestLeaves:
             "what the gradient is"
         )
         assert_raises(TypeError, message, trace, body)
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        (
+            (
+                lambda x, ids, rows, plan: jax_ep.permute({"a": {"b": x}}, plan),
+                f"permute: leaves must be [C, ...] with C = {CAPACITY} as in the plan, "
+                f"found float32[{TOKENS},{HIDDEN}] at ['a']['b']",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.unpermute((rows, rows), plan),
+                f"unpermute: leaves must be [S, ...] with S = {CAPACITY * TOP_K} as in "
+                f"the plan, found float32[{CAPACITY},{HIDDEN}] at [0]",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.unpermute(
+                    {"z": jnp.zeros((CAPACITY * TOP_K, 2), complex)},
+                    plan,
+                    jnp.ones((CAPACITY, TOP_K)),
+                ),
+                "unpermute: weights apply to real leaves, found "
+                f"complex64[{CAPACITY * TOP_K},2] at ['z']",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.combine_start([rows > 0], plan),
+                "combine_start: leaves must be bfloat16, float16, float32, float64 or "
+                f"complex, found bool[{CAPACITY},{HIDDEN}] at [0]",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.dispatch_start([x, "b"], plan),
+                "dispatch_start: leaves must be arrays, found str at [1]",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.moe_with_plan(
+                    {"a": x, "b": rows}, jnp.ones(ids.shape), lambda y, _: y, plan
+                ),
+                f"dispatch: leaves must be [T, ...] with T = {TOKENS} as in the plan, "
+                f"found float32[{CAPACITY},{HIDDEN}] at ['b']",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.moe_with_plan(
+                    x, jnp.ones(ids.shape), lambda y, _: {"y": y > 0}, plan
+                ),
+                "unpermute: leaves must be bfloat16, float16, float32, float64 or "
+                f"complex, found bool[{CAPACITY * TOP_K},{HIDDEN}] at ['y']",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.plan_dispatch(
+                    [x, rows], ids, comm=plan.comm, num_experts=EXPERTS
+                ),
+                f"dispatch: leaves must be [T, ...] with T = {TOKENS} as in the plan, "
+                f"found float32[{CAPACITY},{HIDDEN}] at [1]",
+            ),
+            (
+                lambda x, ids, rows, plan: jax_ep.dispatch_fp8(rows, plan),
+                f"dispatch: leaves must be [T, ...] with T = {TOKENS} as in the plan, "
+                f"found float32[{CAPACITY},{HIDDEN}]",
+            ),
+        ),
+        ids=lambda value: "",
+    )
+    def test_which_leaf(self, call, message):
+        def body(x, topk_idx, rows):
+            return call(x, topk_idx, rows, plan_of(topk_idx))
+
+        assert_raises(
+            ValueError if "with" in message else TypeError,
+            f"jax_ep.{message}",
+            trace,
+            body,
+        )
 
     @pytest.mark.parametrize("op", ("dispatch", "combine"))
     def test_typed_keys(self, op):
@@ -442,6 +565,15 @@ def test_missing_rank():
     done = run_script(program)
     assert done.returncode == 0, done.stderr
     messages = json.loads(done.stdout.splitlines()[-1])
+    assert messages.pop("patient") == [""] * 4
+    # Once a wait, while it lasts.
+    (channel,) = re.findall(
+        r"^jax_ep dispatch \(channel (\d+)\): ranks 0, 1, 2 have waited 1\.0 s and "
+        r"will wait 60\.0 s in all; missing ranks: 3$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    assert done.stderr.count(f"dispatch (channel {channel}): rank") == 1, done.stderr
     *others, late = messages.pop("late")
     assert re.search(
         r"jax_ep dispatch \(channel \d+\): rank 3 came after its peers had given up: "

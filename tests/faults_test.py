@@ -357,7 +357,8 @@ def test_an_independent_psum_beside_every_dispatch(backend):
         plan = jax_ep.make_plan(ids, comm=comm, num_experts=4)
 
         def step(carry, number):
-            total = lax.psum(matrix @ matrix + number, comm.axis_name)
+            shift = number.astype(matrix.dtype)
+            total = lax.psum(matrix @ matrix + shift, comm.axis_name)
             received = jax_ep.dispatch(x + number, plan)
             return carry, (received.sum(0), total[0])
 

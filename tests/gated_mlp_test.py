@@ -12,15 +12,17 @@ import layers
 import numpy as np
 import product_oracle as oracle
 import pytest
-from grouped_products_test import (
+from jax.test_util import check_grads
+from product_cases import (
+    ALIGNED,
     BFLOAT16,
+    GROUPS,
     ROUNDING,
     draw,
     exact_products,  # noqa: F401
     falling_back_allowed,
     kernels_serve,
 )
-from jax.test_util import check_grads
 from product_oracle import Mlp
 
 import jax_ep
@@ -96,7 +98,7 @@ def test_every_grouping(dtype, alignment, width, inner, glu, biased):
     glu, reference = GLUS[glu]
     mlp = parameters(7, width, inner, dtype, biased)
     wide = Mlp(*(None if a is None else a.astype(np.float64) for a in mlp))
-    groupings = oracle.GROUPS[7] if alignment == 1 else oracle.ALIGNED[7]
+    groupings = GROUPS[7] if alignment == 1 else ALIGNED[7]
     jumps = 1e-2 if glu is gpt_oss and dtype == BFLOAT16 else 0.0
     run = program(glu, alignment)
     with falling_back_allowed(not kernels_serve(dtype, width, inner)):

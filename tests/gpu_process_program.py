@@ -4,6 +4,7 @@ launch.py starts it; the arguments after the place are a function's name and its
 options as JSON. The functions run on virtual CPU devices too.
 """
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import gc
@@ -171,6 +172,65 @@ def silent_low_latency(*, op, layout, tokens=40, hidden=1024):
     leave(together=True)
 
 
+def late_process():
+    """The last process comes 4 s late to a plan, its dispatch and combine."""
+    jax_ep.communicator._WARN_AFTER_S = 1.5
+    comm = communicator(timeout_s=60.0)
+    ids, x = inputs(comm)
+    step = compile_together(comm, there_and_back_body(comm), ids, x)
+    assert_times(step(ids, x), 2, x)
+    bootstrap.distributed_client().wait_at_barrier("ran", 60_000)
+    if jax.process_index() == jax.process_count() - 1:
+        time.sleep(4)
+    say("calls")
+    out = jax.block_until_ready(step(ids, x))
+    say("has rows")
+    assert_times(out, 2, x)
+    comm.close()
+
+
+def there_and_back_body(comm):
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    return body
+
+
+def let_go_while_a_call_waits():
+    """The last program of a communicator goes while another's call waits.
+
+    Process 0 waits for process 1, which comes when process 0 has let go. A destructor
+    that waits for the GPU would keep both.
+    """
+    comm, other = communicator(timeout_s=60.0), communicator(timeout_s=60.0)
+    ids, x = inputs(comm)
+    step = compile_together(comm, there_and_back_body(comm), ids, x)
+    others = on_ranks(other, there_and_back_body(other)).lower(ids, x).compile()
+    for program in (step, others):
+        assert_times(program(ids, x), 2, x)
+    del program
+    jax.clear_caches()
+    other.close()
+    client = bootstrap.distributed_client()
+    client.wait_at_barrier("closed", 60_000)
+    if jax.process_index() == 0:
+        # CPUs may work on the thread that calls.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            running = thread.submit(step, ids, x)
+            time.sleep(1)
+            del others
+            gc.collect()
+            client.key_value_set("let go", "yes")
+            out = running.result()
+    else:
+        client.blocking_key_value_get("let go", 40_000)
+        out = step(ids, x)
+    assert_times(out, 2, x)
+    # What was let go of is freed by now, or soon.
+    comm.close()
+
+
 def lifetime(steps=300):
     """Stops, work in flight at close(), and 20 communicators one after the other."""
     stopped_and_closed(steps)
@@ -258,8 +318,8 @@ def between_nodes(*, node_size, steps=300, beside=False):
     ranks = comm.num_ranks
     traffic = on_device.Traffic(ranks, 96, 4, 4 * ranks + 1, 520, capacity=70 * ranks)
 
-    def step(number):
-        i = number[0]
+    def step(numbers):
+        i = numbers[0]
         found = traffic.exchange(comm, i)
         wrong = found.wrong.sum()
         # Of x: how many ranks have a row of each token.
@@ -267,15 +327,16 @@ def between_nodes(*, node_size, steps=300, beside=False):
             jnp.int32
         )
         plan = jax_ep.make_plan(ids[:, None], comm=comm, num_experts=ranks)
-        x = jnp.ones((96, 40), jnp.float32) * i
+        number = i.astype(jnp.float32)
+        x = jnp.ones((96, 40), jnp.float32) * number
         out, pull = jax.vjp(
             lambda x: jax_ep.combine(3 * jax_ep.dispatch(x, plan), plan), x
         )
         wrong += on_device.wrong_rows(out, 3 * x)
         wrong += on_device.wrong_rows(pull(x)[0], 3 * x)
         if beside:
-            total = lax.psum(jnp.ones(1 << 16) * i, "ep")
-            wrong += (total != ranks * i).sum(dtype=jnp.int32)
+            total = lax.psum(jnp.ones(1 << 16) * number, "ep")
+            wrong += (total != ranks * number).sum(dtype=jnp.int32)
         return wrong[None]
 
     program = on_ranks(comm, step)
@@ -299,12 +360,13 @@ def large_blocks(*, node_size, tokens=1024, columns=8192, steps=5):
         token = jnp.arange(tokens, dtype=jnp.int32)
         ids = jnp.stack([token % ranks, (token + number[0]) % ranks], axis=1)
         plan = jax_ep.make_plan(ids, comm=comm, num_experts=ranks)
-        x = (token[:, None] * 7 + jnp.arange(columns) + rank * 31 + number[0]) % 128
+        column = jnp.arange(columns, dtype=jnp.int32)[None]
+        x = (token[:, None] * 7 + column + rank * 31 + number[0]) % 128
         x = x.astype(jnp.bfloat16)
         rows = jax_ep.dispatch(x, plan)
         slot = jnp.arange(plan.capacity)
         source, token_there = jnp.divmod(plan.recv_src, tokens)
-        want = token_there[:, None] * 7 + jnp.arange(columns)
+        want = token_there[:, None] * 7 + column
         want = (want + source[:, None] * 31 + number[0]) % 128
         want = jnp.where((slot < plan.num_recv)[:, None], want, 0)
         wrong = on_device.wrong_rows(rows, want.astype(jnp.bfloat16))

@@ -173,6 +173,25 @@ def test_two_gpus_in_each_of_two_processes(tmp_path):
             assert {path for row in found["paths"] for path in row} == {"direct"}
 
 
+def test_a_long_wait_is_told_while_it_lasts(tmp_path):
+    with job(tmp_path, "late_process", variables=SMALL) as both:
+        log, _ = both.wait(100)
+    waiting = log.partition("calls\n")[2].partition("has rows\n")[0]
+    assert re.search(
+        r"^jax_ep plan \(channel \d+\): rank 0 has waited 1\.5 s and will wait 60\.0 s "
+        r"in all; missing: the [a-z]+ of rank 1$",
+        waiting,
+        re.MULTILINE,
+    ), log
+    assert waiting.count("jax_ep plan") == 1, log
+
+
+def test_letting_go_does_not_wait_for_the_gpu(tmp_path):
+    with job(tmp_path, "let_go_while_a_call_waits", variables=SMALL) as both:
+        for log in both.wait(100):
+            assert "END\n" in log, log
+
+
 def test_lifetime(tmp_path):
     """Survives stops, closes with work in flight, gives all memory back."""
     with job(tmp_path, "lifetime") as both:

@@ -14,10 +14,12 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import json
 import os
 import random
 import re
+import threading
 import time
 
 import harness
@@ -506,7 +508,7 @@ def missing_rank(args):
 
         def call(x):
             if args.op == "plan":
-                return x + make_plan().num_recv
+                return x + make_plan().num_recv.astype(x.dtype)
             if args.op == "dispatch":
                 return x + jax_ep.dispatch(x, plan)[:tokens]
             return x + jax_ep.combine(jnp.tile(x, (args.ranks, 1)), plan)
@@ -530,6 +532,59 @@ def missing_rank(args):
         },
     )
     return _failing(comm, jax.jit(mapped).lower(tree).compile(), tree)
+
+
+def let_go_in_a_callback(args):
+    """A communicator's last program goes while the last rank is in a callback.
+
+    Rank 0's kernel waits for it, and the callback wants the interpreter's lock.
+    """
+    comm, other = (communicator(args.backend, args.ranks, timeout_s=20.0) for _ in "12")
+    experts = 2 * args.ranks
+    entered = threading.Event()
+
+    def sleep(x):
+        entered.set()
+        time.sleep(2)
+        return np.asarray(x)
+
+    def exchange(comm, tree):
+        plan = jax_ep.make_plan(tree["ids"], comm=comm, num_experts=experts)
+        return jax_ep.combine(jax_ep.dispatch(tree["x"], plan), plan)
+
+    def late(tree):
+        x = lax.cond(
+            lax.axis_index("ep") == args.ranks - 1,
+            lambda x: jax.pure_callback(sleep, x, x),
+            lambda x: x,
+            tree["x"],
+        )
+        return exchange(comm, tree | {"x": x})
+
+    def program(body, comm):
+        return jax.jit(
+            jax.shard_map(
+                lambda tree: body(jax.tree.map(lambda a: a[0], tree))[None],
+                mesh=comm.mesh,
+                in_specs=(SPEC,),
+                out_specs=SPEC,
+                check_vma=False,
+            )
+        )
+
+    ids = np.arange(args.ranks * 6).reshape(args.ranks, 6, 1) % experts
+    x = np.arange(args.ranks * 12, dtype=np.float32).reshape(args.ranks, 6, 2)
+    tree = put(comm, {"x": x, "ids": ids.astype(np.int32)})
+    waiting = program(late, comm).lower(tree).compile()
+    last = program(lambda tree: exchange(other, tree), other).lower(tree).compile()
+    jax.block_until_ready(last(tree))
+    other.close()
+    jax.clear_caches()
+    out = waiting(tree)
+    assert entered.wait(30)
+    del last
+    gc.collect()
+    return {"wrong": int((np.asarray(out) != x).sum())}
 
 
 def _failing(comm, program, tree):
@@ -690,6 +745,7 @@ PROGRAMS = {
     "low_latency": low_latency,
     "beside_collectives": beside_collectives,
     "overlap": overlap,
+    "let_go_in_a_callback": let_go_in_a_callback,
     "missing_rank": missing_rank,
     "low_latency_missing_rank": low_latency_missing_rank,
     "low_latency_under_way": low_latency_under_way,

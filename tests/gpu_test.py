@@ -292,6 +292,12 @@ def test_rank_that_never_calls(start, op):
     assert 1.0 < found["seconds"] < 15.0, found
 
 
+def test_letting_go_does_not_wait_for_a_callback(start):
+    """The interpreter's lock is held where the last reference goes."""
+    child = start("let_go_in_a_callback", "--ranks", RANKS, memory=0.01)
+    assert child.found(timeout=100) == {"wrong": 0}
+
+
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("op", ["low_latency_dispatch", "low_latency_combine"])
 def test_low_latency_rank_that_never_calls(start, op, layout):
@@ -420,7 +426,7 @@ LARGE_TOKENS = 1 << 17
 def _both_ranks_plan(comm):
     """Every token to both ranks: slot j holds token j % T of rank j // T."""
     ids = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (LARGE_TOKENS, 2))
-    return jax_ep.make_plan(ids, comm=comm, num_experts=2)
+    return jax_ep.make_plan(ids, comm=comm, num_experts=2, capacity=2 * LARGE_TOKENS)
 
 
 def _large_samples(slots, columns):
@@ -595,7 +601,7 @@ def _checksum(x):
     """u32[] of all bits of x in their places; integers add in any order."""
     bits = lax.bitcast_convert_type(x, "uint16").astype(jnp.uint32)
     places = on_device.mix(
-        jnp.arange(x.shape[0])[:, None] * x.shape[1] + jnp.arange(x.shape[1])
+        jnp.arange(x.shape[0])[:, None] * x.shape[1] + jnp.arange(x.shape[1])[None]
     )
     return (bits * (places | jnp.uint32(1))).sum(dtype=jnp.uint32)
 

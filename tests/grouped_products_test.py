@@ -6,53 +6,27 @@ not is an error for what they are for.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 
 import harness
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import product_oracle as oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
+from product_cases import (
+    ALIGNED,
+    GROUPS,
+    ROUNDING,
+    draw,
+    exact_products,  # noqa: F401
+    falling_back_allowed,
+    kernels_serve,
+)
 
 import jax_ep
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-ROUNDING = {BFLOAT16: 2**-8, np.dtype(np.float16): 2**-11, np.dtype(np.float32): 1e-6}
-FALLS_BACK = "jax_ep.ragged_dot: falling back"
-# What the kernels are for: factors of 16 bits, and widths in steps of 64.
-KERNELS = harness.ON_GPU and jax.__version_info__ >= (0, 11)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """GPUs would round the factors of float32 products otherwise."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@contextlib.contextmanager
-def falling_back_allowed(allowed: bool):
-    """No warning of it, where it is no surprise."""
-    with warnings.catch_warnings():
-        if allowed:
-            warnings.filterwarnings("ignore", FALLS_BACK)
-        yield
-
-
-def kernels_serve(dtype, *widths) -> bool:
-    """Whether a GPU's kernels are for such products."""
-    return KERNELS and dtype.itemsize == 2 and all(w % 64 == 0 for w in widths)
-
-
-def draw(seed, *shape, dtype=np.float32):
-    """About normal numbers."""
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 @functools.cache
@@ -137,19 +111,19 @@ def assert_every_grouping(groups, k, n, dtype, alignment, groupings, preferred=N
 @pytest.mark.parametrize(("groups", "k", "n"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_every_grouping(groups, k, n, dtype):
-    assert_every_grouping(groups, k, n, jnp.dtype(dtype), 1, oracle.GROUPS[groups])
+    assert_every_grouping(groups, k, n, jnp.dtype(dtype), 1, GROUPS[groups])
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize(("k", "n"), ((64, 128), (192, 320)), ids=str)
 def test_aligned_groups(k, n, dtype):
-    assert_every_grouping(7, k, n, jnp.dtype(dtype), 128, oracle.ALIGNED[7])
+    assert_every_grouping(7, k, n, jnp.dtype(dtype), 128, ALIGNED[7])
 
 
 def test_a_wider_result():
     """Also its gradients, whose cotangents are wider than the other factor."""
     assert_every_grouping(
-        7, 64, 128, jnp.bfloat16, 128, oracle.ALIGNED[7], jnp.dtype(jnp.float32)
+        7, 64, 128, jnp.bfloat16, 128, ALIGNED[7], jnp.dtype(jnp.float32)
     )
 
 

@@ -115,8 +115,9 @@ def communicator(backend: str, ranks: int) -> jax_ep.Communicator:
 @functools.cache
 def _communicator(over: Mesh, backend: str, _: int) -> jax_ep.Communicator:
     cut = oracle.cut(over.size, backend)
+    # Below pytest's own limit, which says less.
     return jax_ep.Communicator(
-        over, "ep", backend=backend, **cut, **COMMUNICATOR_OPTIONS
+        over, "ep", backend=backend, timeout_s=60.0, **cut, **COMMUNICATOR_OPTIONS
     )
 
 

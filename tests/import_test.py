@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pathlib
+import shutil
+import sys
 import textwrap
 
 import harness
@@ -126,6 +129,48 @@ class TestFfiVersion:
             native.installed_ffi_version()
         assert str(info.value) == (
             "jax_ep: no FFI version in jaxlib's xla/ffi/api/c_api.h"
+        )
+
+
+class TestShadowed:
+    """Python from a source tree stands before an installed wheel."""
+
+    SETUP = """
+        import jax
+        jax.config.update("jax_platforms", "cpu")
+        import jax_ep
+        mesh = jax.make_mesh((1,), ("ep",))
+        try:
+            print(jax_ep.Communicator(mesh, "ep", backend="cpu").backend)
+        except RuntimeError as error:
+            print(error)
+        """
+
+    def run(self, *paths):
+        """With `paths` first, and without what an editable install hooks in."""
+        paths = os.pathsep.join(map(str, [*paths, *sys.path[1:]]))
+        done = run_script(
+            "-S", "-P", "-c", textwrap.dedent(self.SETUP), PYTHONPATH=paths
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def test_says_which_is_which(self, tmp_path):
+        sources = pathlib.Path(jax_ep.__file__).parent
+        module = pathlib.Path(importlib.import_module("jax_ep._host").__file__)
+        checkout, site = tmp_path / "checkout", tmp_path / "site"
+        for folder in (checkout, site):
+            (folder / "jax_ep").mkdir(parents=True)
+            for path in sources.glob("*.py"):
+                shutil.copy(path, folder / "jax_ep")
+        shutil.copy(module, site / "jax_ep")
+        assert self.run(site) == "cpu"
+        assert self.run(checkout, site) == (
+            "jax_ep.Communicator: backend 'cpu' cannot work here: jax_ep: Python "
+            f"imported {checkout}/jax_ep, which has no native module _host; the jax_ep "
+            f"that is installed in {site}/jax_ep has one. Start Python in another "
+            f"folder than {checkout} and take that out of PYTHONPATH, or run "
+            f"pip install -e {checkout}"
         )
 
 

@@ -23,7 +23,9 @@ def wrong_elements(backend, tokens, columns):
         token = jnp.arange(tokens)[:, None]
         column = jnp.arange(columns)[None]
         ids = jnp.broadcast_to(jnp.arange(ranks) + nothing, (tokens, ranks))
-        plan = jax_ep.make_plan(ids, comm=comm, num_experts=ranks)
+        plan = jax_ep.make_plan(
+            ids, comm=comm, num_experts=ranks, capacity=ranks * tokens
+        )
         rows = jax_ep.dispatch(value(rank, token, column), plan)
         slot = jnp.arange(ranks * tokens)[:, None]
         right = value(slot // tokens, slot % tokens, column)

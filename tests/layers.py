@@ -98,7 +98,7 @@ def moe_layer(x, topk_idx, topk_weights, experts, *, comm, num_experts, capacity
 def moe_with_plan(x, topk_weights, experts, plan):
     rows, weights = jax_ep.dispatch((x, topk_weights), plan)
     outputs = _all_experts(rows, experts)
-    chosen = plan.recv_topk_idx[..., None] == jnp.arange(outputs.shape[1])
+    chosen = _one_hot(plan.recv_topk_idx, outputs.shape[1])
     gate = jnp.where(chosen, weights[..., None], 0).sum(axis=1)
     return jax_ep.combine((gate[..., None] * outputs).sum(axis=1), plan)
 
@@ -106,10 +106,15 @@ def moe_with_plan(x, topk_weights, experts, plan):
 def dense_moe(x, topk_idx, topk_weights, experts, kept):
     """moe_layer on all ranks' tokens at once; `kept` from kept_pairs, or True."""
     outputs = _all_experts(x, experts)
-    chosen = topk_idx[..., None] == jnp.arange(outputs.shape[1])
-    chosen &= jnp.asarray(kept)[..., None]
+    chosen = _one_hot(topk_idx, outputs.shape[1])
+    chosen &= jnp.broadcast_to(jnp.asarray(kept), topk_idx.shape)[..., None]
     gate = jnp.where(chosen, topk_weights[..., None], 0).sum(axis=1)
     return (gate[..., None] * outputs).sum(axis=1)
+
+
+def _one_hot(ids, count):
+    """bool [N, K, count] of ids [N, K]."""
+    return ids[..., None] == jnp.arange(count, dtype=ids.dtype)[None, None]
 
 
 def _all_experts(rows, experts):

@@ -56,7 +56,8 @@ def ids_of(over, step, tokens, idle):
     me = jax.lax.axis_index(over.comm.axis_name)
     token = jnp.arange(tokens)[:, None]
     first = (step * 7919 + me * 104729 + token * 31) % over.num_experts
-    ids = (first + jnp.arange(TOP_K) * (1 + step % 3)) % over.num_experts
+    choice = jnp.arange(TOP_K)[None] * (1 + step % 3)
+    ids = (first + choice) % over.num_experts
     if idle:
         gone = (step % 2 == 0) & (me != step // 2 % over.comm.num_ranks)
         ids = jnp.where(gone, -1, ids)
@@ -82,7 +83,8 @@ def wrong_rows(
         factor = jnp.where(ids >= 0, weights, 0).sum(1)
     else:
         to = jnp.where(ids >= 0, ids // over.num_local_experts, -1)[:, :, None]
-        factor = (to == jnp.arange(over.comm.num_ranks)).any(1).sum(1)
+        ranks = jnp.arange(over.comm.num_ranks)[None, None]
+        factor = (to == ranks).any(1).sum(1).astype(jnp.float32)
     want = sent.astype(jnp.float32) * factor[:, None]
     return (out.astype(jnp.float32) != want).any(1).sum(dtype=jnp.int32)
 

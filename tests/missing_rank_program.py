@@ -1,7 +1,8 @@
 """Run by errors_test in a process of its own: programs that some ranks skip.
 
 Prints one line of JSON: what each operation raised, and in "late" what each rank of
-a dispatch got to which one comes when the others have given up.
+a dispatch got to which one comes when the others have given up, in "patient" where they
+wait longer.
 """
 
 import json
@@ -34,7 +35,7 @@ def program(comm, last, absent):
 
         def rest(x):
             if last == "plan":
-                return x + make_plan().num_recv
+                return x + make_plan().num_recv.astype(x.dtype)
             if last == "dispatch":
                 return x + jax_ep.dispatch(x, plan)[:TOKENS]
             return x + jax_ep.combine(jnp.tile(x, (RANKS, 1)), plan)
@@ -97,6 +98,10 @@ def main():
     rows = late_program(comm, late=3, seconds=1.5)(x, topk_idx)
     messages["late"] = [message(shard) for shard in rows.addressable_shards]
     np.testing.assert_array_equal(healthy(x, topk_idx), before)
+    jax_ep.communicator._WARN_AFTER_S = 1.0
+    patient = jax_ep.Communicator(mesh, "ep", backend="cpu", timeout_s=60.0)
+    rows = late_program(patient, late=3, seconds=3.0)(x, topk_idx)
+    messages["patient"] = [message(shard) for shard in rows.addressable_shards]
     print(json.dumps(messages))
 
 

@@ -157,8 +157,8 @@ class Module:
     def new_rail(self):
         return bytes([next(self.names)]) * 128
 
-    def connect_rails(self, identity, places, timeout_s):
-        self.connected = (identity, places, timeout_s)
+    def connect_rails(self, identity, places, *seconds):
+        self.connected = (identity, places, *seconds)
         if isinstance(self.connects, Exception):
             raise self.connects
         return self.connects
@@ -195,7 +195,13 @@ def rails(nodes=2, size=2):
 def set_up(monkeypatch, module, processes=None):
     monkeypatch.setattr(node_wire.native, "cuda", lambda: module)
     return node_wire.set_up_wire(
-        7, rails(), node_size=2, timeout_s=3.0, processes=processes
+        7,
+        rails(),
+        node_size=2,
+        setup_timeout_s=3.0,
+        timeout_s=5.0,
+        warn_after_s=4.0,
+        processes=processes,
     )
 
 
@@ -213,6 +219,8 @@ def test_rails_are_connected_and_released(monkeypatch, processes):
             (13, 3, 1, 2, two),
         ],
         3.0,
+        5.0,
+        4.0,
     )
     release()
     assert module.released == [7]

@@ -293,7 +293,7 @@ def test_two_groups_of_two_nodes():
             plan = jax_ep.make_plan(ids, comm=comm, num_experts=4)
             rows = jax_ep.dispatch(x, plan)
             rank = jax.lax.axis_index("ep")
-            return jax_ep.combine(rows * (rank + 1), plan)
+            return jax_ep.combine(rows * (rank + 1).astype(rows.dtype), plan)
 
         spec = P(("data", "ep"))
         out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(

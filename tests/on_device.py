@@ -22,8 +22,11 @@ import jax_ep
 def mix(*keys) -> typing.Any:
     """Hashes integers (broadcast together) to uint32."""
     state = np.uint32(0x9E3779B9)
+    axes = max(np.ndim(key) for key in keys)
     with np.errstate(over="ignore"):
         for key in keys:
+            if 0 < np.ndim(key) < axes:
+                key = key.reshape(*(1,) * (axes - key.ndim), *key.shape)
             state = state ^ _as_uint32(key)
             state = (state ^ (state >> np.uint32(16))) * np.uint32(0x7FEB352D)
             state = (state ^ (state >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -128,7 +131,8 @@ class Traffic:
         """bool[R, R * T]: the rows (source rank, token) that rank r keeps."""
         ids = self.ids(step, jnp.arange(self.ranks))
         owner = jnp.where(ids >= 0, ids // self.local_experts, self.ranks)
-        goes = (owner == jnp.arange(self.ranks)[:, None, None, None]).any(-1)
+        ranks = jnp.arange(self.ranks)[:, None, None, None]
+        goes = (owner[None] == ranks).any(-1)
         goes = goes.reshape(self.ranks, self.ranks * self.tokens)
         return goes & (jnp.cumsum(goes, axis=1, dtype=jnp.int32) <= self.slots)
 
@@ -150,7 +154,11 @@ class Traffic:
         sent = lax.dynamic_slice_in_dim(self.sent(step), start, self.tokens, axis=1)
         tags = jnp.arange(self.ranks)[:, None] if tagged else 0
         count = sent.sum(0, dtype=jnp.int32)[:, None].astype(jnp.float32)
-        tag = (sent * tags).sum(0, dtype=jnp.int32)[:, None].astype(jnp.float32)
+        tag = (
+            jnp.where(sent, tags, 0)
+            .sum(0, dtype=jnp.int32)[:, None]
+            .astype(jnp.float32)
+        )
         rows = self.rows(step, rank, jnp.arange(self.tokens)).astype(jnp.float32)
         # Integers below 2**24: nothing is rounded before the last conversion.
         total = jnp.where(count > 0, count * rows + tag, 0.0)  # 0 * -1 is -0

@@ -293,6 +293,7 @@ class TestSetUp:
             assert comm.backend == "cuda"
             assert identity == comm.id
             assert (made.num_ranks, made.num_sms, made.timeout_s) == (2, 5, 2.5)
+            assert made.warn_after_s == 30.0
             assert ordinals_and_ranks(made) == [(3, 0), (1, 1)]
             gpus = [call[1] for call in driver.calls if call[0] == "cuMemAlloc"]
             assert gpus == [3, 1]

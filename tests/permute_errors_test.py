@@ -118,12 +118,17 @@ def test_bad_rows(body, error, message):
         (
             {"capacity_factor": 0},
             ValueError,
-            "capacity_factor must be above 0, found 0",
+            "capacity_factor must be finite and above 0, found 0",
         ),
         (
             {"capacity_factor": float("nan")},
             ValueError,
-            "capacity_factor must be above 0, found nan",
+            "capacity_factor must be finite and above 0, found nan",
+        ),
+        (
+            {"capacity_factor": float("inf")},
+            ValueError,
+            "capacity_factor must be finite and above 0, found inf",
         ),
         (
             {"capacity_factor": "1"},
@@ -154,6 +159,8 @@ def test_too_many_experts_on_a_rank():
         # RANKS * TOKENS * TOP_K * local / EXPERTS.
         ({"capacity_factor": 1.0}, None, None),
         ({"capacity_factor": 1.25, "expert_alignment": 8}, None, None),
+        ({"capacity_factor": np.float32(1.25)}, None, None),
+        ({"capacity_factor": np.int64(1)}, None, None),
         ({"capacity_factor": 100.0}, None, None),
         ({"capacity_factor": 0.5, "capacity": 7}, 7, None),
         ({"capacity_factor": 0.5, "expert_capacity": 5}, None, 5),

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import layers
+import numpy as np
 import pytest
 from bad_input import (
     CAPACITY,
@@ -218,10 +219,72 @@ class TestPlace:
                 axis_names={"ep"},
             )
         )
-        message = (
-            "jax_ep.make_plan: every mesh axis must be manual in the surrounding "
-            "shard_map, found ['data'] left to the compiler; leave out "
-            "axis_names= or name all axes"
-        )
+        message = {
+            AxisType.Auto: "jax_ep.make_plan: every mesh axis must be manual in the "
+            "surrounding shard_map, found ['data'] left to the compiler; leave out "
+            "axis_names= or name all axes",
+            AxisType.Explicit: EXPLICIT_LEFT_OUT.format(axis="data"),
+        }[axis_type]
         args = jax.device_put(arguments(), NamedSharding(mesh, P("ep")))
         assert_raises(ValueError, message, f, *args)
+
+
+EXPLICIT_LEFT_OUT = (
+    "jax_ep.make_plan: every mesh axis must be manual in the surrounding shard_map, "
+    "found Explicit ['{axis}'] left out. jax.vmap over a batch that is split over an "
+    "Explicit axis leaves it out: call jax.vmap inside shard_map, whose specs then "
+    "name the axis for the batch, or make the axis Auto and call "
+    "jax.vmap(..., spmd_axis_name='{axis}'). Without vmap, leave out axis_names= or "
+    "name all axes"
+)
+
+
+class TestSplitBatch:
+    """A batch that is split over another axis than the experts'."""
+
+    RANKS, BATCH, TOKENS = 2, 4, 6
+
+    def parts(self, axis_type):
+        mesh = layers.mesh({"stage": 2, "ep": self.RANKS}, axis_type)
+        comm = layers.communicator(mesh, "ep", NATIVE)
+
+        def layer(x, ids):
+            plan = jax_ep.make_plan(ids, comm=comm, num_experts=4)
+            return jax_ep.combine(2 * jax_ep.dispatch(x, plan), plan)
+
+        shape = self.BATCH, self.RANKS * self.TOKENS
+        x = np.arange(4.0 * np.prod(shape), dtype=np.float32).reshape(*shape, 4)
+        # Each element of the batch has a routing of its own.
+        ids = np.arange(np.prod(shape), dtype=np.int32).reshape(*shape, 1) % 3
+        split = NamedSharding(mesh, P("stage", "ep"))
+        return mesh, layer, jax.device_put((x, ids), split)
+
+    def check(self, mesh, f, args):
+        def loss(x, ids):
+            return (f(x, ids) ** 2).sum()
+
+        with jax.set_mesh(mesh):
+            y = jax.jit(f)(*args)
+            gradient = jax.jit(jax.grad(loss))(*args)
+        np.testing.assert_array_equal(y, 2 * np.asarray(args[0]))
+        np.testing.assert_array_equal(gradient, 8 * np.asarray(args[0]))
+        assert y.sharding.is_equivalent_to(args[0].sharding, 3)
+
+    def test_vmap_of_the_layer(self):
+        mesh, layer, args = self.parts(AxisType.Explicit)
+        f = jax.vmap(jax.shard_map(layer, in_specs=P("ep"), out_specs=P("ep")))
+        with jax.set_mesh(mesh):
+            message = EXPLICIT_LEFT_OUT.format(axis="stage")
+            assert_raises(ValueError, message, jax.jit(f), *args)
+
+    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
+    def test_vmap_inside(self, axis_type):
+        mesh, layer, args = self.parts(axis_type)
+        spec = P("stage", "ep")
+        f = jax.shard_map(jax.vmap(layer), mesh=mesh, in_specs=spec, out_specs=spec)
+        self.check(mesh, f, args)
+
+    def test_spmd_axis_name(self):
+        mesh, layer, args = self.parts(AxisType.Auto)
+        f = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        self.check(mesh, jax.vmap(f, spmd_axis_name="stage"), args)

@@ -145,7 +145,8 @@ def killed_in_set_up():
     if jax.process_index() == 1:
         say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
-    assert fails(lambda: communicator(3.0), "process 1", "waited 3.0 s") < 4.5
+    create = lambda: communicator(setup_timeout_s=3.0)  # noqa: E731
+    assert fails(create, "process 1", "waited 3.0 s") < 4.5
     leave()
 
 
@@ -224,7 +225,7 @@ class TwoHosts:
         self.window_sockets = sockets(processes, links)
         return lambda: self.released.append("windows")
 
-    def set_up_wire(self, identity, rails, *, node_size, timeout_s, processes):
+    def set_up_wire(self, identity, rails, *, processes, **_):
         self.rails, self.all = rails, processes.members
         return lambda: self.released.append("rail")
 
@@ -426,7 +427,8 @@ def other_arguments(axis, staging_bytes):
 def never_comes():
     if jax.process_index() == 1:
         time.sleep(100)  # process 0 ends, and JAX ends this one
-    seconds = fails(lambda: communicator(3.0), "process 1 (ranks 2, 3)", "waited 3.0 s")
+    create = lambda: communicator(setup_timeout_s=3.0)  # noqa: E731
+    seconds = fails(create, "process 1 (ranks 2, 3)", "waited 3.0 s")
     assert seconds < 5
     leave()
 

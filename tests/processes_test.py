@@ -177,6 +177,32 @@ def test_stopped_for_more_than_the_timeout(tmp_path):
     run("stopped_for_good", tmp_path, killed=[1])
 
 
+def test_a_long_wait_is_told_while_it_lasts(tmp_path):
+    """Once, by the process that waits."""
+    log, late = run_gpu_program("late_process", tmp_path)
+    waiting = log.partition("calls\n")[2].partition("has rows\n")[0]
+    assert re.search(
+        r"^jax_ep plan \(channel \d+\): rank 0 has waited 1\.5 s and will wait 60\.0 s "
+        r"in all; missing ranks: 1 \(process 1\)$",
+        waiting,
+        re.MULTILINE,
+    ), log
+    assert waiting.count("jax_ep plan") == 1, log
+    assert "has waited" not in late, late
+
+
+def test_letting_go_while_a_call_waits(tmp_path):
+    run_gpu_program("let_go_while_a_call_waits", tmp_path)
+
+
+def run_gpu_program(name, tmp_path):
+    """A function of gpu_process_program.py in two processes of one rank each."""
+    with launch.Job(
+        "gpu_process_program.py", 2, tmp_path, arguments=(name,), devices=1
+    ) as job:
+        return job.wait(100)
+
+
 def test_another_operation_on_some_ranks(tmp_path):
     logs = run("other_operation", tmp_path)
     assert "jax_ep dispatch (channel" in logs[0]

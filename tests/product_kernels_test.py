@@ -7,14 +7,12 @@ import warnings
 
 import harness
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import product_oracle as oracle
 import pytest
-from grouped_products_test import draw
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from product_cases import BFLOAT16, draw
 
 import jax_ep
 
@@ -22,7 +20,6 @@ needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="kernels are for jax 0.11 and newer"
 )
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, GROUPS, WIDTH, INNER = 192, 3, 64, 128
 SIZES = {128: [0, 128, 0], 64: [64, 0, 128], 1: [3, 0, 101]}
 

@@ -9,27 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Numbers of rows a group, for M = 640: tiles of 128 rows, and those just beside.
-GROUPS = {
-    1: {"all": [640], "some": [129], "none": [0]},
-    7: {
-        "tiles": [0, 1, 127, 128, 129, 0, 3],
-        "one_group": [0, 0, 0, 640, 0, 0, 0],
-        "no_rows": [0] * 7,
-        "full": [129, 127, 1, 255, 0, 0, 128],
-        "first_and_last": [5, 0, 0, 0, 0, 0, 7],
-    },
-    256: {"many": [i % 6 for i in range(256)], "last": [0] * 255 + [640]},
-}
-ALIGNED = {
-    7: {
-        "tiles": [0, 128, 256, 0, 0, 128, 128],
-        "one_group": [0, 0, 640, 0, 0, 0, 0],
-        "no_rows": [0] * 7,
-        "unused": [128, 0, 0, 0, 0, 0, 256],
-    }
-}
-
 
 def slices(sizes):
     """The rows of each group."""

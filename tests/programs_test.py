@@ -463,12 +463,13 @@ class TestManyCalls:
                 idx, comm=comm, num_experts=num_experts, capacity=capacity
             )
             # Each step's rows differ, so rows of another step show.
-            x = x + number
+            x = x + number.astype(x.dtype)
             y = jax_ep.combine(jax_ep.dispatch(x, plan), plan)
             local = -(-num_experts // ranks)
             valid = (idx >= 0) & (idx < num_experts)
             owner = jnp.where(valid, idx // local, -1)
-            times = sum((owner == r).any(axis=1) for r in range(ranks))
+            times = jnp.stack([(owner == r).any(axis=1) for r in range(ranks)])
+            times = times.sum(axis=0).astype(x.dtype)
             bad = (y != x * times[:, None]).any(axis=1).sum()
             return wrong + bad
 

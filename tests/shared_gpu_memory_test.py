@@ -162,6 +162,7 @@ class Job:
                 size,
                 num_sms=None,
                 timeout_s=5.0,
+                warn_after_s=30.0,
                 processes=peers,
                 links=links,
             )
@@ -176,6 +177,7 @@ class Job:
                 self.groups,
                 num_sms=None,
                 timeout_s=timeout_s,
+                warn_after_s=30.0,
                 num_channels=num_channels,
                 staging_bytes=staging_bytes,
                 processes=peers,

@@ -75,7 +75,10 @@ CudaFlights::CudaFlights(const CudaCommunicator& communicator) {
 
 CudaFlights::~CudaFlights() {
   for (auto& [ordinal, device] : devices_) {
-    if (device.stream != nullptr) cudaStreamDestroy(device.stream);
+    if (device.stream == nullptr) continue;
+    const OnDevice current(ordinal);
+    // Does not wait for what is on the stream.
+    if (current.status() == cudaSuccess) cudaStreamDestroy(device.stream);
   }
 }
 

@@ -12,6 +12,7 @@
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
+#include "cc/wait_notes.h"
 #include "xla_ffi/element.h"
 #include "xla_ffi/registry.h"
 
@@ -41,6 +42,7 @@ void Unmap(const std::vector<CudaCommunicator::Range>& mapped) {
 }  // namespace
 
 CudaCommunicator::~CudaCommunicator() {
+  for (const int64_t table : note_tables) WaitNotes::Get().Remove(table);
   if (views.empty()) return;
   const OnDevice current(views.begin()->first);
   // At the end of the process the driver may be gone; then so is the memory.
@@ -57,6 +59,7 @@ CudaCommunicator::~CudaCommunicator() {
   for (uint64_t address : allocated) {
     cudaFree(reinterpret_cast<void*>(address));
   }
+  if (notes != nullptr) cudaFreeHost(notes);
 }
 
 namespace {

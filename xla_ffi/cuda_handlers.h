@@ -14,6 +14,7 @@
 #include "cc/control_slots.h"
 #include "cc/ops.h"
 #include "cc/peer_view.h"
+#include "cc/wait_note.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -21,8 +22,9 @@ namespace jax_ep {
 class CudaFlights;  // cuda_flight_handlers.h
 
 // Set up by Python, only read afterwards. Owns the control memory of the local
-// devices and what is mapped of other processes: the last of Python and the
-// executables frees it.
+// devices and what is mapped of other processes: when the last of Python and
+// the executables lets go, it is given to a thread that frees it
+// (cc/releases.h), because the destructor waits for the devices.
 struct CudaCommunicator {
   struct Range {
     uint64_t begin;
@@ -41,6 +43,10 @@ struct CudaCommunicator {
   bool has_other_processes = false;
   std::vector<Range> mapped;        // to unmap, addresses and all
   std::vector<uint64_t> allocated;  // to free
+  // What kernels say of long waits: memory of the host, [device][rank], and the
+  // numbers of its tables (cc/wait_notes.h).
+  WaitNote* notes = nullptr;
+  std::vector<int64_t> note_tables;
   // Slots of call sites: in one process every site is the same object for all
   // ranks, so they are dealt out; otherwise processes have to agree.
   std::atomic<uint32_t> num_plan_sites{0};

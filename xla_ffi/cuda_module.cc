@@ -13,11 +13,15 @@
 #include <vector>
 
 #include "cc/control_slots.h"
+#include "cc/current_device.h"
 #include "cc/layout.h"
 #include "cc/nccl.h"
 #include "cc/nccl_wire.h"
 #include "cc/peer_view.h"
+#include "cc/releases.h"
 #include "cc/self_test.h"
+#include "cc/wait_limits.h"
+#include "cc/wait_notes.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
@@ -108,6 +112,7 @@ struct CommunicatorArguments {
   int32_t num_ranks;
   int32_t num_sms;
   double timeout_s;
+  double warn_after_s;
   int32_t num_channels;
   int64_t staging_bytes;
   std::vector<Place> places;
@@ -129,6 +134,8 @@ PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
   view.num_sms = NumSms(place.ordinal, from.num_sms);
   view.has_bulk = HasBulk(place.ordinal);
   view.timeout_ns = static_cast<uint64_t>(from.timeout_s * 1e9);
+  view.warn_ns =
+      std::min(view.timeout_ns, static_cast<uint64_t>(from.warn_after_s * 1e9));
   for (int32_t peer = 0; peer < from.num_ranks; ++peer) {
     view.control[peer] = reinterpret_cast<std::byte*>(place.control[peer]);
   }
@@ -141,8 +148,50 @@ PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
   return view;
 }
 
+void Check(const char* call, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("jax_ep: ") + call +
+                           " failed: " + cudaGetErrorString(status));
+}
+
+// Memory in which kernels say that they wait long. What it takes is the
+// communicator's at once.
+void MakeWaitNotes(const CommunicatorArguments& from,
+                   CudaCommunicator& communicator) {
+  if (communicator.views.empty()) return;
+  const size_t ranks = from.num_ranks;
+  const OnDevice current(communicator.views.begin()->first);
+  Check("cudaSetDevice", current.status());
+  void* memory = nullptr;
+  const size_t bytes = communicator.views.size() * ranks * sizeof(WaitNote);
+  Check("cudaHostAlloc",
+        cudaHostAlloc(&memory, bytes,
+                      cudaHostAllocMapped | cudaHostAllocPortable));
+  std::memset(memory, 0, bytes);
+  WaitNote* next = communicator.notes = static_cast<WaitNote*>(memory);
+  const WaitLimits limits = {.warn_after = Duration(from.warn_after_s),
+                             .timeout = Duration(from.timeout_s)};
+  for (auto& [ordinal, view] : communicator.views) {
+    Check("cudaSetDevice", cudaSetDevice(ordinal));
+    Check("cudaHostGetDevicePointer",
+          cudaHostGetDevicePointer(&memory, next, 0));
+    view.notes = static_cast<WaitNote*>(memory);
+    Check("cudaMalloc", cudaMalloc(&memory, ranks * sizeof(uint64_t)));
+    communicator.allocated.push_back(reinterpret_cast<uint64_t>(memory));
+    view.noted = static_cast<uint64_t*>(memory);
+    const std::vector<uint64_t> zeros(ranks);
+    Check("cudaMemcpy",
+          cudaMemcpy(memory, zeros.data(), ranks * sizeof(uint64_t),
+                     cudaMemcpyHostToDevice));
+    communicator.note_tables.push_back(
+        WaitNotes::Get().Add(next, view.rank, from.num_ranks, limits));
+    next += ranks;
+  }
+}
+
 void CreateCommunicator(int64_t id, const CommunicatorArguments& from) {
-  auto communicator = std::make_shared<CudaCommunicator>();
+  WaitNotes::Get();  // its thread is started, or this is an error
+  auto communicator = MakeReleased<CudaCommunicator>();
   for (const Place& place : from.places) {
     if (place.control.size() != static_cast<size_t>(from.num_ranks)) {
       throw std::invalid_argument("jax_ep: control memory of too few ranks");
@@ -150,9 +199,12 @@ void CreateCommunicator(int64_t id, const CommunicatorArguments& from) {
     communicator->views[place.ordinal] = ViewOf(from, place);
     communicator->exported[place.ordinal] = Ranges(place.exported);
   }
+  MakeWaitNotes(from, *communicator);
+  // Nothing fails from here on: the caller keeps what an error leaves behind.
   communicator->has_other_processes = from.has_other_processes;
   communicator->mapped = Ranges(from.mapped);
-  communicator->allocated = from.allocated;
+  communicator->allocated.insert(communicator->allocated.end(),
+                                 from.allocated.begin(), from.allocated.end());
   Registry<CudaCommunicator>::Get().Add(id, std::move(communicator));
 }
 
@@ -189,7 +241,8 @@ using RailPlace = std::tuple<int32_t, int32_t, int32_t, int32_t, nb::bytes>;
 
 // Blocks until every rank of the rails has come. What went wrong, else "".
 std::string ConnectRails(int64_t id, const std::vector<RailPlace>& from,
-                         double timeout_s) {
+                         double setup_timeout_s, double timeout_s,
+                         double warn_after_s) {
   std::vector<WirePlace> places;
   for (const auto& [ordinal, rank, node, num_nodes, name] : from) {
     WirePlace place = {ordinal, rank, node, num_nodes, {}};
@@ -200,8 +253,10 @@ std::string ConnectRails(int64_t id, const std::vector<RailPlace>& from,
     places.push_back(place);
   }
   const nb::gil_scoped_release released;
-  auto rails = std::make_shared<NcclRails>();
-  const std::string problem = rails->Connect(places, timeout_s);
+  auto rails = MakeReleased<NcclRails>();
+  const std::string problem = rails->Connect(
+      places, Duration(setup_timeout_s),
+      {.warn_after = Duration(warn_after_s), .timeout = Duration(timeout_s)});
   if (problem.empty()) Registry<NcclRails>::Get().Add(id, std::move(rails));
   return problem;
 }
@@ -227,11 +282,12 @@ NB_MODULE(_cuda, m) {
            nb::arg("ordinal"), nb::arg("rank"), nb::arg("control"),
            nb::arg("same_process"), nb::arg("regions"), nb::arg("exported"));
   nb::class_<CommunicatorArguments>(m, "CommunicatorArguments")
-      .def(nb::init<int32_t, int32_t, double, int32_t, int64_t,
+      .def(nb::init<int32_t, int32_t, double, double, int32_t, int64_t,
                     std::vector<Place>, bool, std::vector<Range>,
                     std::vector<uint64_t>>(),
            nb::arg("num_ranks"), nb::arg("num_sms"), nb::arg("timeout_s"),
-           nb::arg("num_channels"), nb::arg("staging_bytes"), nb::arg("places"),
+           nb::arg("warn_after_s"), nb::arg("num_channels"),
+           nb::arg("staging_bytes"), nb::arg("places"),
            nb::arg("has_other_processes"), nb::arg("mapped"),
            nb::arg("allocated"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
@@ -240,7 +296,8 @@ NB_MODULE(_cuda, m) {
   m.def("load_nccl", &LoadNccl, nb::arg("files"));
   m.def("new_rail", &NewRail);
   m.def("connect_rails", &ConnectRails, nb::arg("id"), nb::arg("places"),
-        nb::arg("timeout_s"));
+        nb::arg("setup_timeout_s"), nb::arg("timeout_s"),
+        nb::arg("warn_after_s"));
   m.def(
       "release_rails",
       [](int64_t id) { Registry<NcclRails>::Get().Remove(id); },
@@ -249,6 +306,10 @@ NB_MODULE(_cuda, m) {
       "release_communicator",
       [](int64_t id) { Registry<CudaCommunicator>::Get().Remove(id); },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def("wait_for_releases", &Releases::Wait,
+        nb::call_guard<nb::gil_scoped_release>());
+  nb::module_::import_("atexit").attr("register")(
+      nb::cpp_function(&Releases::Stop));
 }
 
 }  // namespace

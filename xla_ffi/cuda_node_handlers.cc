@@ -51,7 +51,7 @@ ffi::ErrorOr<std::unique_ptr<CudaRailSite>> InstantiateRail(
   const auto read = ReadSite<NcclRails>(attributes, "cuda");
   if (read.has_error()) return ffi::Unexpected(read.error());
   return std::make_unique<CudaRailSite>(
-      CudaRailSite{.rails = read->communicator});
+      CudaRailSite{.rails = read->communicator, .channel = read->channel});
 }
 
 ffi::ErrorOr<NcclWire*> WireOn(const NcclRails& rails, int32_t ordinal) {
@@ -111,6 +111,7 @@ ffi::Error Dispatch(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
                in.get<ffi::AnyBuffer>(0)->dimensions()[0], out, attributes);
   if (completed.failure()) return completed;
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
+  (*wire)->Begin("node_dispatch", site->site.channel);
   return Enqueued("node_dispatch",
                   NodeDispatch(params, **wire, (*wire)->events(), stream));
 }
@@ -134,6 +135,7 @@ ffi::Error Combine(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
       Complete(params, **wire, routes, places.dimensions()[0], out, attributes);
   if (completed.failure()) return completed;
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
+  (*wire)->Begin("node_combine", site->site.channel);
   return Enqueued("node_combine",
                   NodeCombine(params, **wire, (*wire)->events(), stream));
 }
@@ -144,6 +146,7 @@ ffi::Error Exchange(CudaRailSite* site, int32_t ordinal, cudaStream_t stream,
   if (wire.has_error()) return wire.error();
   const WirePlace& place = (*wire)->place();
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
+  (*wire)->Begin("node_exchange", site->channel);
   return Enqueued(
       "node_exchange",
       NodeExchange(

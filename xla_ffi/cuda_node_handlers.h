@@ -27,6 +27,7 @@ struct CudaRailSite {
   static xla::ffi::TypeId id;
 
   std::shared_ptr<NcclRails> rails;
+  int64_t channel;
 };
 
 extern const XLA_FFI_TypeInfo kCudaNodeSiteInfo;

@@ -83,6 +83,9 @@ void Post(const Met& met, const cpu::CallShape& shape,
   call.places = met.comm().group_places[met.group];
   call.deadline = met.meeting->deadline();
   call.shares = std::move(shares);
+  call.warn = [meeting = met.meeting](const std::string& what) {
+    meeting->Warn(what);
+  };
   call.done = std::move(done);
   met.comm().exchange->Post(std::move(call));
 }

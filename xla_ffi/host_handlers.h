@@ -13,6 +13,7 @@
 #include "cc/cpu/exchange.h"
 #include "cc/cpu/moves.h"
 #include "cc/cpu/rendezvous.h"
+#include "cc/wait_limits.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -32,7 +33,7 @@ struct HostCommunicator {
   }
 
   int num_ranks;
-  double timeout_s;
+  WaitLimits limits;
   // What ranks are in messages, where they are not those of the mesh axis.
   std::string scope;
   std::map<int32_t, Place> places;  // by XLA's device ordinal
@@ -55,7 +56,7 @@ struct HostCallSite {
         channel(channel_id),
         number(communicator->sites.Add(this, channel_id)),
         rendezvous(std::move(name), communicator->local_ranks,
-                   communicator->timeout_s) {}
+                   communicator->limits) {}
   ~HostCallSite() { communicator->sites.Remove(this); }
   HostCallSite(const HostCallSite&) = delete;
   HostCallSite& operator=(const HostCallSite&) = delete;

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "cc/cpu/completion_threads.h"
 #include "cc/cpu/low_latency.h"
 #include "cc/cpu/moves.h"
 #include "cc/layout.h"
@@ -87,7 +86,7 @@ std::function<void(const std::string& error)> Then(const Met& met,
   return [meeting = met.meeting,
           next = std::move(next)](const std::string& error) {
     if (!error.empty()) return meeting->Finish(false, error);
-    cpu::CompletionThreads::Get().Run(next);
+    meeting->Then(next);
   };
 }
 

@@ -9,9 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "cc/cpu/alarms.h"
 #include "cc/expert_layout.h"
 #include "cc/layout.h"
 #include "cc/low_latency_layout.h"
+#include "cc/wait_limits.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/optional.h"
 #include "nanobind/stl/string.h"
@@ -60,11 +62,12 @@ struct ExchangeArguments {
 };
 
 std::unique_ptr<cpu::Exchange> CreateExchange(const ExchangeArguments& from,
-                                              int me, double timeout_s) {
+                                              int me,
+                                              const WaitLimits& limits) {
   std::unique_ptr<cpu::Exchange> exchange = cpu::Exchange::Create(
       {.numbers = from.numbers,
        .me = me,
-       .timeout_s = timeout_s,
+       .limits = limits,
        .layout = StagingLayout(from.staging_bytes, from.num_channels,
                                static_cast<int64_t>(from.numbers.size())),
        .memories = from.memories,
@@ -79,13 +82,15 @@ std::unique_ptr<cpu::Exchange> CreateExchange(const ExchangeArguments& from,
 // each rank is, [group][rank], by position; `me` is this one's.
 void CreateCommunicator(
     int64_t id, const std::vector<std::tuple<int32_t, int, int>>& places,
-    int num_ranks, double timeout_s,
+    int num_ranks, double timeout_s, double warn_after_s,
     const std::vector<std::vector<int>>& processes, int me,
     const std::optional<ExchangeArguments>& exchange,
     const std::string& scope) {
+  cpu::Alarms::Get();  // its thread is started, or this is an error
   auto communicator = std::make_shared<HostCommunicator>();
   communicator->num_ranks = num_ranks;
-  communicator->timeout_s = timeout_s;
+  communicator->limits = {.warn_after = Duration(warn_after_s),
+                          .timeout = Duration(timeout_s)};
   communicator->scope = scope;
   communicator->process_id = getpid();
   for (const auto& [ordinal, group, rank] : places) {
@@ -101,7 +106,8 @@ void CreateCommunicator(
     communicator->group_places.push_back(std::move(group));
   }
   if (exchange) {
-    communicator->exchange = CreateExchange(*exchange, me, timeout_s);
+    communicator->exchange =
+        CreateExchange(*exchange, me, communicator->limits);
   }
   Registry<HostCommunicator>::Get().Add(id, std::move(communicator));
 }
@@ -126,8 +132,8 @@ NB_MODULE(_host, m) {
            nb::arg("num_channels"), nb::arg("memories"), nb::arg("sockets"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("id"),
         nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"),
-        nb::arg("processes"), nb::arg("me"), nb::arg("exchange").none(),
-        nb::arg("scope") = "");
+        nb::arg("warn_after_s"), nb::arg("processes"), nb::arg("me"),
+        nb::arg("exchange").none(), nb::arg("scope") = "");
   m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
         nb::arg("num_channels"), nb::arg("num_processes"));
   m.def("abandon_after_fork", &cpu::Exchange::AbandonAfterFork);

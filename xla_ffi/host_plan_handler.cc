@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "cc/cpu/completion_threads.h"
 #include "cc/cpu/ops.h"
 #include "xla_ffi/host_calls.h"
 #include "xla_ffi/host_handlers.h"
@@ -51,7 +50,7 @@ void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
        [shared, sizes, meeting = met.meeting](const std::string& error) {
          if (!error.empty()) return meeting->Finish(false, error);
          // Not on the channel's thread: others' rows wait there.
-         cpu::CompletionThreads::Get().Run([shared, sizes, meeting] {
+         meeting->Then([shared, sizes, meeting] {
            cpu::Plan(sizes, shared->ranks);
            meeting->Finish(false);
          });

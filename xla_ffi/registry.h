@@ -20,7 +20,10 @@ namespace jax_ep {
 inline std::string UnknownCommunicator(int64_t id, const char* platform) {
   return "jax_ep: communicator " + std::to_string(id) +
          " is closed or was not set up for platform " + platform +
-         "; an executable has to be compiled while its communicator is open";
+         "; an executable has to be compiled while its communicator is open. "
+         "Where there is a new communicator, an old trace holds the closed "
+         "one: "
+         "make the jitted function anew, or call jax.clear_caches()";
 }
 
 template <typename Communicator>

@@ -1,8 +1,9 @@
 #include "cc/cpu/channel.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
+
+#include "cc/threads.h"
 
 namespace jax_ep::cpu {
 namespace {
@@ -13,13 +14,6 @@ constexpr int kTurn = 8;
 // Looks without finding anything before the thread sleeps; others run between.
 constexpr int kLooks = 20;
 constexpr size_t kMaxGivenUp = 4096;
-
-std::string Seconds(Clock::duration time) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s",
-                std::chrono::duration<double>(time).count());
-  return text;
-}
 
 const char* OpName(Op op) {
   switch (op) {
@@ -124,10 +118,10 @@ std::string Peers::WaitsIn(int process, const CallKey& key) {
 
 Channel::Channel(Peers& peers, const StagingLayout& layout,
                  const std::vector<SharedMemory>& memories, int64_t channel,
-                 Clock::duration timeout)
+                 const WaitLimits& limits)
     : peers_(peers),
       slot_bytes_(layout.slot_bytes),
-      timeout_(timeout),
+      limits_(limits),
       doorbell_(memories[peers.me()].base() + layout.asleep(channel)),
       links_(peers.size()) {
   const int me = peers.me();
@@ -143,7 +137,7 @@ Channel::Channel(Peers& peers, const StagingLayout& layout,
                                  StagingLayout::PeerIndex(process, me)),
                  .aborts = {}});
   }
-  thread_ = std::thread([this] { Run(); });
+  thread_ = StartThread([this] { Run(); });
 }
 
 Channel::~Channel() {
@@ -177,6 +171,7 @@ void Channel::Run() {
     Clock::time_point until = Clock::now() + std::chrono::seconds(60);
     for (const auto& [key, call] : calls_) {
       until = std::min(until, call->deadline);
+      if (!call->warned) until = std::min(until, WarnsAt(*call));
     }
     doorbell_.Prepare();
     if (HasWork() || stop_) {
@@ -310,7 +305,7 @@ void Channel::TakePacket(Link& link, const PacketHeader& header,
   const auto call = calls_.find(header.key);
   // The rest of a call that was given up here.
   if (call == calls_.end()) return;
-  call->second->deadline = Clock::now() + timeout_;
+  call->second->deadline = Clock::now() + limits_.timeout;
   if (header.kind == PacketKind::kEnd) {
     call->second->peers[link.process].has_ended = true;
   } else if (!call->second->move->Take(link.process, header.kind, data,
@@ -438,13 +433,27 @@ void Channel::FailLost(int process, const std::string& what) {
 void Channel::FailOverdue() {
   if (calls_.empty()) return;
   const Clock::time_point now = Clock::now();
-  for (auto call = calls_.begin(); call != calls_.end();) {
-    call = now < call->second->deadline ? std::next(call)
-                                        : Fail(call, Overdue(*call->second));
+  for (auto entry = calls_.begin(); entry != calls_.end();) {
+    ChannelCall& call = *entry->second;
+    if (now >= call.deadline) {
+      entry = Fail(
+          entry, "waited " + InSeconds(limits_.timeout) + "; " + Missing(call));
+      continue;
+    }
+    if (!call.warned && now >= WarnsAt(call)) {
+      call.warned = true;
+      call.warn(Missing(call));
+    }
+    ++entry;
   }
 }
 
-std::string Channel::Overdue(const ChannelCall& call) {
+Clock::time_point Channel::WarnsAt(const ChannelCall& call) const {
+  if (!limits_.Warns()) return call.deadline;
+  return call.deadline - limits_.timeout + limits_.warn_after;
+}
+
+std::string Channel::Missing(const ChannelCall& call) {
   std::string missing;
   std::string elsewhere;
   std::string slow;
@@ -462,10 +471,10 @@ std::string Channel::Overdue(const ChannelCall& call) {
     const std::string calls = peers_.WaitsIn(process, call.key);
     if (!calls.empty()) elsewhere += "; " + ranks + " waiting in " + calls;
   }
-  std::string text = "waited " + Seconds(timeout_);
-  if (!missing.empty()) text += "; missing ranks: " + missing + elsewhere;
-  if (!slow.empty()) text += "; came and did not finish: " + slow;
-  return text;
+  if (!missing.empty()) missing = "missing ranks: " + missing + elsewhere;
+  if (slow.empty()) return missing;
+  return missing + (missing.empty() ? "" : "; ") +
+         "came and did not finish: " + slow;
 }
 
 }  // namespace jax_ep::cpu

@@ -8,7 +8,6 @@
 #define JAX_EP_CC_CPU_CHANNEL_H_
 
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <functional>
 #include <map>
@@ -23,10 +22,9 @@
 #include "cc/cpu/staging.h"
 #include "cc/cpu/wire.h"
 #include "cc/layout.h"
+#include "cc/wait_limits.h"
 
 namespace jax_ep::cpu {
-
-using Clock = std::chrono::steady_clock;
 
 // The other processes of a communicator, by position. What all its channels
 // know.
@@ -91,8 +89,11 @@ struct ChannelCall {
   Clock::time_point deadline;
   std::vector<Peer> peers;  // by process
   std::unique_ptr<Move> move;
-  // Runs on the channel's thread; must not block. Empty: success.
+  // Run on the channel's thread; must not block. `warn` says for what it waits,
+  // once. `done`: empty means success.
+  std::function<void(const std::string& what)> warn;
   std::function<void(const std::string& error)> done;
+  bool warned = false;
 };
 
 class Channel {
@@ -100,7 +101,7 @@ class Channel {
   // memories: staging memory of every process by position, mapped here.
   Channel(Peers& peers, const StagingLayout& layout,
           const std::vector<SharedMemory>& memories, int64_t channel,
-          Clock::duration timeout);
+          const WaitLimits& limits);
   // Ends the thread. Calls in flight fail.
   ~Channel();
 
@@ -134,14 +135,17 @@ class Channel {
   void FailLost(int process, const std::string& what);
   bool Agrees(const ChannelCall& call, int process, const CallShape& shape,
               std::string& problem) const;
-  std::string Overdue(const ChannelCall& call);
+  // When the call's wait, which began anew with the last row, is a long one.
+  Clock::time_point WarnsAt(const ChannelCall& call) const;
+  // Who is missing where.
+  std::string Missing(const ChannelCall& call);
   void RememberGivenUp(const CallKey& key, std::string text);
   Calls::iterator Fail(Calls::iterator call, const std::string& error);
   bool HasWork();
 
   Peers& peers_;
   const int64_t slot_bytes_;
-  const Clock::duration timeout_;
+  const WaitLimits limits_;
   Doorbell doorbell_;
   std::vector<std::unique_ptr<Link>> links_;  // by process, none to itself
 

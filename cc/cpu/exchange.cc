@@ -12,6 +12,8 @@
 #include <set>
 #include <utility>
 
+#include "cc/threads.h"
+
 namespace jax_ep::cpu {
 namespace {
 
@@ -28,16 +30,13 @@ struct OpenSockets {
   std::set<int> descriptors;
 };
 
-Clock::duration Duration(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(seconds));
-}
-
 // The shares of a call that are not done, and the first error of any.
 struct Outcome {
   std::atomic<size_t> left;
   std::mutex mutex;
   std::string error;
+  std::atomic<bool> warned{false};
+  std::function<void(const std::string&)> warn;
   std::function<void(const std::string&)> done;
 };
 
@@ -50,7 +49,8 @@ std::unique_ptr<Exchange> Exchange::Create(const Setup& setup) {
     if (memories.back().base() == nullptr) return nullptr;
   }
   std::vector<int> sockets;
-  bool failed = false;
+  const int wake = eventfd(0, EFD_CLOEXEC);
+  bool failed = wake < 0;
   for (const int socket : setup.sockets) {
     sockets.push_back(socket < 0 ? -1 : fcntl(socket, F_DUPFD_CLOEXEC, 0));
     failed |= socket >= 0 && sockets.back() < 0;
@@ -59,10 +59,13 @@ std::unique_ptr<Exchange> Exchange::Create(const Setup& setup) {
     for (const int socket : sockets) {
       if (socket >= 0) close(socket);
     }
+    if (wake >= 0) close(wake);
     return nullptr;
   }
-  return std::unique_ptr<Exchange>(
-      new Exchange(setup, std::move(memories), std::move(sockets)));
+  std::unique_ptr<Exchange> exchange(
+      new Exchange(setup, std::move(memories), std::move(sockets), wake));
+  exchange->Start(setup);
+  return exchange;
 }
 
 void Exchange::AbandonAfterFork() {
@@ -75,16 +78,11 @@ void Exchange::AbandonAfterFork() {
 }
 
 Exchange::Exchange(const Setup& setup, std::vector<SharedMemory> memories,
-                   std::vector<int> sockets)
+                   std::vector<int> sockets, int wake)
     : peers_(setup.numbers, setup.me),
       sockets_(std::move(sockets)),
-      wake_(eventfd(0, EFD_CLOEXEC)),
+      wake_(wake),
       memories_(std::move(memories)) {
-  for (int64_t i = 0; i < setup.layout.num_channels; ++i) {
-    channels_.push_back(std::make_unique<Channel>(
-        peers_, setup.layout, memories_, i, Duration(setup.timeout_s)));
-  }
-  watch_ = std::thread([this] { Watch(); });
   OpenSockets& open = OpenSockets::Get();
   std::lock_guard<std::mutex> lock(open.mutex);
   for (const int socket : sockets_) {
@@ -92,9 +90,20 @@ Exchange::Exchange(const Setup& setup, std::vector<SharedMemory> memories,
   }
 }
 
+// Starts the threads. Where one cannot be started the destructor ends the rest.
+void Exchange::Start(const Setup& setup) {
+  for (int64_t i = 0; i < setup.layout.num_channels; ++i) {
+    channels_.push_back(std::make_unique<Channel>(peers_, setup.layout,
+                                                  memories_, i, setup.limits));
+  }
+  watch_ = StartThread([this] { Watch(); });
+}
+
 Exchange::~Exchange() {
   const uint64_t one = 1;
-  if (write(wake_, &one, sizeof(one)) == sizeof(one)) watch_.join();
+  if (watch_.joinable() && write(wake_, &one, sizeof(one)) == sizeof(one)) {
+    watch_.join();
+  }
   for (const int socket : sockets_) {
     if (socket < 0) continue;
     send(socket, &kClosing, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -116,6 +125,7 @@ void Exchange::Post(Call call) {
   auto outcome = std::make_shared<Outcome>();
   const size_t num_shares = call.shares.size();
   outcome->left = num_shares;
+  outcome->warn = std::move(call.warn);
   outcome->done = std::move(call.done);
   // Equal on all processes: both ends of a ring serve the same channel.
   const uint64_t first =
@@ -129,6 +139,9 @@ void Exchange::Post(Call call) {
     part->places = call.places;
     part->deadline = call.deadline;
     part->move = std::move(call.shares[share]);
+    part->warn = [outcome](const std::string& what) {
+      if (!outcome->warned.exchange(true)) outcome->warn(what);
+    };
     part->done = [outcome](const std::string& error) {
       {
         std::lock_guard<std::mutex> lock(outcome->mutex);

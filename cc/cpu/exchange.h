@@ -14,6 +14,7 @@
 #include "cc/cpu/staging.h"
 #include "cc/cpu/wire.h"
 #include "cc/layout.h"
+#include "cc/wait_limits.h"
 
 namespace jax_ep::cpu {
 
@@ -25,7 +26,7 @@ class Exchange {
   struct Setup {
     std::vector<int> numbers;
     int me;
-    double timeout_s;
+    WaitLimits limits;
     StagingLayout layout;
     std::vector<int> memories;
     std::vector<int> sockets;
@@ -40,12 +41,15 @@ class Exchange {
     // One or more parts of the work, which may run beside each other. As many
     // on every process.
     std::vector<std::unique_ptr<Move>> shares;
-    // Runs once, after all shares have ended, on a thread that must not block.
-    // Empty: success; else what happened to "rank <r>".
+    // Both run once at most, on a thread that must not block. `warn`: for what
+    // the call waits. `done`, after all shares have ended: empty means success;
+    // else what happened to "rank <r>".
+    std::function<void(const std::string& what)> warn;
     std::function<void(const std::string& error)> done;
   };
 
-  // nullptr where memory or sockets could not be had.
+  // nullptr where memory or files could not be had. Throws std::runtime_error
+  // where threads could not.
   static std::unique_ptr<Exchange> Create(const Setup& setup);
   // Tells the peers, and fails calls in flight.
   ~Exchange();
@@ -59,7 +63,8 @@ class Exchange {
 
  private:
   Exchange(const Setup& setup, std::vector<SharedMemory> memories,
-           std::vector<int> sockets);
+           std::vector<int> sockets, int wake);
+  void Start(const Setup& setup);
   void Watch();
 
   Peers peers_;

@@ -2,94 +2,38 @@
 
 #include <algorithm>
 #include <cfenv>
-#include <condition_variable>
-#include <cstdio>
 #include <map>
-#include <thread>
 
-#include "cc/cpu/completion_threads.h"
+#include "cc/cpu/alarms.h"
 
 namespace jax_ep::cpu {
-namespace {
-
-// Expires meetings whose time is up. One thread for the process, started with
-// the first meeting and never joined: meetings may outlive every static.
-class Watchdog {
- public:
-  static Watchdog& Get() {
-    static Watchdog* watchdog = new Watchdog;
-    return *watchdog;
-  }
-
-  void Watch(const std::shared_ptr<Meeting>& meeting) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto [entry, inserted] =
-        watched_.emplace(Key(meeting->deadline(), meeting.get()), meeting);
-    if (entry == watched_.begin()) changed_.notify_one();
-  }
-
-  void Forget(const Meeting& meeting) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    watched_.erase(Key(meeting.deadline(), &meeting));
-  }
-
- private:
-  using Key = std::pair<Meeting::Clock::time_point, const Meeting*>;
-
-  Watchdog() {
-    std::thread([this] { Run(); }).detach();
-  }
-
-  void Run() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      if (watched_.empty()) {
-        changed_.wait(lock);
-        continue;
-      }
-      const auto first = watched_.begin();
-      const Meeting::Clock::time_point deadline = first->first.first;
-      if (Meeting::Clock::now() < deadline) {
-        changed_.wait_until(lock, deadline);
-        continue;
-      }
-      const std::shared_ptr<Meeting> meeting = std::move(first->second);
-      watched_.erase(first);
-      lock.unlock();
-      meeting->Expire();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<Key, std::shared_ptr<Meeting>> watched_;
-};
-
-Meeting::Clock::duration Seconds(double seconds) {
-  return std::chrono::duration_cast<Meeting::Clock::duration>(
-      std::chrono::duration<double>(seconds));
-}
-
-std::string InSeconds(Meeting::Clock::duration duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s",
-                std::chrono::duration<double>(duration).count());
-  return text;
-}
-
-}  // namespace
 
 Meeting::Meeting(std::string name, const std::vector<int>& ranks,
-                 Clock::duration timeout)
+                 const WaitLimits& limits)
     : name_(std::move(name)),
       ranks_(ranks),
-      timeout_(timeout),
-      deadline_(Clock::now() + timeout),
+      limits_(limits),
+      deadline_(Clock::now() + limits.timeout),
       came_(ranks.size()),
       came_in_time_(ranks.size()),
       arrivals_(ranks.size()),
       completions_(ranks.size()) {}
+
+void Meeting::Watch() {
+  const auto call = [meeting = shared_from_this()](void (Meeting::*what)()) {
+    return [meeting, what] { (*meeting.*what)(); };
+  };
+  if (limits_.Warns()) {
+    alarms_.push_back(
+        Alarms::Get().Set(deadline_ - limits_.timeout + limits_.warn_after,
+                          call(&Meeting::WarnOfMissing)));
+  }
+  alarms_.push_back(Alarms::Get().Set(deadline_, call(&Meeting::Expire)));
+}
+
+void Meeting::Forget() {
+  for (const Alarms::Id& alarm : alarms_) Alarms::Get().Cancel(alarm);
+}
 
 size_t Meeting::Position(int rank) const {
   return std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
@@ -124,36 +68,83 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
 
 void Meeting::Finish(bool on_last_ranks_thread, const std::string& error) {
   const auto text = [&](size_t i) {
-    if (error.empty()) return error;
-    return "jax_ep " + name_ + ": rank " + std::to_string(ranks_[i]) + " " +
-           error;
+    return error.empty() ? error : Call(ranks_[i]) + " " + error;
   };
   for (size_t i = 0; i < completions_.size(); ++i) {
     if (on_last_ranks_thread && i == last_) continue;
-    CompletionThreads::Get().Run([completion = std::move(completions_[i]),
-                                  outcome = text(i)] { completion(outcome); });
+    Complete(i, text(i));
   }
   if (on_last_ranks_thread) completions_[last_](text(last_));
 }
 
+void Meeting::Complete(size_t position, std::string error) {
+  CompletionThreads::Get().Run(
+      {.run =
+           [meeting = shared_from_this(), position, error = std::move(error),
+            completion =
+                std::move(completions_[position])](const std::string& problem) {
+             if (problem.empty()) return completion(error);
+             completion(meeting->Call(meeting->ranks_[position]) + " " +
+                        problem);
+           },
+       .warn =
+           [meeting = shared_from_this(), position](const std::string& what) {
+             meeting->Say(std::to_string(meeting->ranks_[position]), what);
+           },
+       .limits = limits_});
+}
+
+void Meeting::Then(std::function<void()> next) {
+  CompletionThreads::Get().Run(
+      {.run =
+           [meeting = shared_from_this(),
+            next = std::move(next)](const std::string& problem) {
+             if (problem.empty()) return next();
+             for (size_t i = 0; i < meeting->ranks_.size(); ++i) {
+               meeting->completions_[i](meeting->Call(meeting->ranks_[i]) +
+                                        " " + problem);
+             }
+           },
+       .warn = [meeting = shared_from_this()](
+                   const std::string& what) { meeting->Warn(what); },
+       .limits = limits_});
+}
+
 void Meeting::Expire() {
-  std::vector<std::pair<Completion, std::string>> waiting;
+  std::vector<std::pair<size_t, std::string>> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_arrived_ == static_cast<int>(came_.size())) return;
     expired_ = true;
     for (size_t i = 0; i < came_.size(); ++i) {
-      if (!came_[i]) continue;
-      waiting.emplace_back(std::move(completions_[i]), Describe(ranks_[i]));
+      if (came_[i]) waiting.emplace_back(i, Describe(ranks_[i]));
     }
     arrivals_.clear();
   }
-  for (auto& [completion, error] : waiting) {
-    CompletionThreads::Get().Run(
-        [completion = std::move(completion), error = std::move(error)] {
-          completion(error);
-        });
+  for (auto& [position, error] : waiting) Complete(position, std::move(error));
+}
+
+void Meeting::WarnOfMissing() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (num_arrived_ == static_cast<int>(came_.size())) return;
+  const std::string who = Ranks(/*in_time=*/true);
+  const std::string missing = Ranks(/*in_time=*/false);
+  lock.unlock();
+  Say(who, "missing ranks: " + missing);
+}
+
+void Meeting::Warn(const std::string& what) const {
+  std::string who;
+  for (const int rank : ranks_) {
+    who += (who.empty() ? "" : ", ") + std::to_string(rank);
   }
+  Say(who, what);
+}
+
+void Meeting::Say(const std::string& who, const std::string& what) const {
+  const bool several = who.find(',') != std::string::npos;
+  limits_.Warn("jax_ep " + name_ + (several ? ": ranks " : ": rank ") + who,
+               several, what);
 }
 
 bool Meeting::Has(int rank) {
@@ -176,22 +167,25 @@ std::string Meeting::Ranks(bool in_time) const {
   return text;
 }
 
+std::string Meeting::Call(int rank) const {
+  return "jax_ep " + name_ + ": rank " + std::to_string(rank);
+}
+
 std::string Meeting::Describe(int rank) const {
-  return "jax_ep " + name_ + ": rank " + std::to_string(rank) + " waited " +
-         InSeconds(timeout_) + "; missing ranks: " + Ranks(/*in_time=*/false);
+  return Call(rank) + " waited " + InSeconds(limits_.timeout) +
+         "; missing ranks: " + Ranks(/*in_time=*/false);
 }
 
 std::string Meeting::DescribeLate(int rank, Clock::duration late) const {
-  return "jax_ep " + name_ + ": rank " + std::to_string(rank) +
-         " came after its peers had given up: waiting ranks: " +
-         Ranks(/*in_time=*/true) + ", for " + InSeconds(timeout_) +
+  return Call(rank) + " came after its peers had given up: waiting ranks: " +
+         Ranks(/*in_time=*/true) + ", for " + InSeconds(limits_.timeout) +
          "; it came " + InSeconds(late) + " later";
 }
 
 Rendezvous::Rendezvous(std::string name,
                        const std::vector<std::vector<int>>& ranks,
-                       double timeout_s)
-    : name_(std::move(name)), ranks_(ranks), timeout_(Seconds(timeout_s)) {}
+                       const WaitLimits& limits)
+    : name_(std::move(name)), ranks_(ranks), limits_(limits) {}
 
 std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
                                            std::shared_ptr<void> arrival,
@@ -206,15 +200,15 @@ std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
     while (found != end && found->second->Has(rank)) ++found;
     if (found == end) {
       found = meetings_.emplace(
-          key, std::make_shared<Meeting>(name_, ranks_[group], timeout_));
-      if (ranks_[group].size() > 1) Watchdog::Get().Watch(found->second);
+          key, std::make_shared<Meeting>(name_, ranks_[group], limits_));
+      if (ranks_[group].size() > 1) found->second->Watch();
     }
     meeting = found->second;
     last = meeting->Enter(rank, std::move(arrival), std::move(completion));
     // Everybody came: nobody will look for this meeting again.
     if (meeting->complete()) {
       meetings_.erase(found);
-      Watchdog::Get().Forget(*meeting);
+      meeting->Forget();
     }
   }
   return last ? meeting : nullptr;

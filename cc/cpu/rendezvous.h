@@ -2,12 +2,11 @@
 //
 // XLA runs calls in different orders on different devices, so a handler must
 // not block: each rank leaves its buffers and a completion, and the last rank
-// to arrive gets all of them to do the work. A watchdog thread fails a meeting
-// whose last rank does not come in time.
+// to arrive gets all of them to do the work. The thread of alarms warns of a
+// meeting whose last rank does not come, and fails it in the end.
 #ifndef JAX_EP_CC_CPU_RENDEZVOUS_H_
 #define JAX_EP_CC_CPU_RENDEZVOUS_H_
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -17,18 +16,24 @@
 #include <utility>
 #include <vector>
 
+#include "cc/cpu/alarms.h"
+#include "cc/cpu/completion_threads.h"
+#include "cc/wait_limits.h"
+
 namespace jax_ep::cpu {
 
 // Ends one rank's call: with success where the message is empty.
 using Completion = std::function<void(const std::string& error)>;
 
 // One meeting of the ranks that a group has in this process.
-class Meeting {
+class Meeting : public std::enable_shared_from_this<Meeting> {
  public:
-  using Clock = std::chrono::steady_clock;
-
   Meeting(std::string name, const std::vector<int>& ranks,
-          Clock::duration timeout);
+          const WaitLimits& limits);
+
+  // Sets the alarms, and cancels them. Nobody enters meanwhile.
+  void Watch();
+  void Forget();
 
   // Enters a rank. Returns true to the last one, which then owns the work and
   // calls Finish(). `arrival` is that rank's buffers, kept until then.
@@ -47,9 +52,11 @@ class Meeting {
   // or what happened to each rank.
   void Finish(bool on_last_ranks_thread, const std::string& error = "");
 
-  // Fails every rank that waits; no effect once all have come. Ranks that come
-  // later fail at once.
-  void Expire();
+  // Runs `next`, which calls Finish(), on a thread of its own.
+  void Then(std::function<void()> next);
+
+  // Says on stderr that all ranks here have waited long for `what`.
+  void Warn(const std::string& what) const;
 
   bool Has(int rank);
   // Whether every rank came, in time or not: nobody will ask for it again.
@@ -57,7 +64,17 @@ class Meeting {
   Clock::time_point deadline() const { return deadline_; }
 
  private:
+  // Fails every rank that waits; no effect once all have come. Ranks that come
+  // later fail at once.
+  void Expire();
+  void WarnOfMissing();
+  // Of ranks `who`, as "0, 2".
+  void Say(const std::string& who, const std::string& what) const;
+  // Ends the call of one rank on a thread of its own.
+  void Complete(size_t position, std::string error);
   size_t Position(int rank) const;
+  // "jax_ep dispatch (channel 7): rank 1"
+  std::string Call(int rank) const;
   // Who came in time, or who did not, as "0, 2".
   std::string Ranks(bool in_time) const;
   std::string Describe(int rank) const;
@@ -65,8 +82,9 @@ class Meeting {
 
   const std::string name_;
   const std::vector<int> ranks_;
-  const Clock::duration timeout_;
+  const WaitLimits limits_;
   const Clock::time_point deadline_;
+  std::vector<Alarms::Id> alarms_;
   std::mutex mutex_;
   int num_arrived_ = 0;
   size_t last_ = 0;
@@ -84,7 +102,7 @@ class Rendezvous {
   // `name` is what errors call the site, such as "dispatch (channel 7)";
   // `ranks` are those of each group that are in this process.
   Rendezvous(std::string name, const std::vector<std::vector<int>>& ranks,
-             double timeout_s);
+             const WaitLimits& limits);
 
   // Enters `rank` of `group` in run `run_id`. Where it is the last, returns the
   // meeting, whose Finish() the caller owes; else nullptr. Never blocks.
@@ -95,7 +113,7 @@ class Rendezvous {
  private:
   const std::string name_;
   const std::vector<std::vector<int>> ranks_;
-  const Meeting::Clock::duration timeout_;
+  const WaitLimits limits_;
   std::mutex mutex_;
   // A loop meets again at the same site in the same run. Rank r joins the first
   // meeting that it has not been to.

@@ -145,7 +145,7 @@ static __device__ void WaitCounter(const Rings& rings, const uint64_t* word,
   for (;;) {
     seen = ptx::LoadAcquireSys(word);
     if (seen >= least) return;
-    if (ptx::GlobalTimer() - start > rings.control.op.view.timeout_ns) {
+    if (RanOut(rings.control, ptx::GlobalTimer() - start, step, peer)) {
       RingTimedOut(rings, step, peer, least, seen);
     }
   }
@@ -448,7 +448,7 @@ static __device__ void BeginStaged(const Control& control, bool takes) {
       for (;;) {
         const uint64_t seen = ptx::TakeAcquireGpu(TurnWord(control), mine);
         if (seen == 0) break;
-        if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
+        if (RanOut(control, ptx::GlobalTimer() - start, "the turn", 0)) {
           TurnTimedOut(control, seen);
         }
       }

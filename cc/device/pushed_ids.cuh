@@ -211,9 +211,7 @@ static __device__ __noinline__ void WaitsLong(const Control& control,
       tag != control.op.tag) {
     OtherOperation(control, peer, tag);
   }
-  if (waited > control.op.view.timeout_ns) {
-    TimedOut(control, step, peer, seen);
-  }
+  if (RanOut(control, waited, step, peer)) TimedOut(control, step, peer, seen);
 }
 
 template <int kWords>

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "cc/device/patience.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/layout.h"
 #include "cc/peer_view.h"
@@ -117,6 +118,13 @@ struct Control {
   Trap();
 }
 
+// Whether a wait of this operation has to end; see cc/device/patience.cuh.
+static __device__ __forceinline__ bool RanOut(const Control& control,
+                                              uint64_t waited, const char* step,
+                                              int32_t peer) {
+  return RanOut(control.op, control.name, control.epoch, waited, step, peer);
+}
+
 // Waits until `word` holds this epoch; returns its payload. Acquire: what the
 // writer had done before it released the word is visible afterwards.
 static __device__ __forceinline__ uint32_t Wait(const Control& control,
@@ -133,7 +141,7 @@ static __device__ __forceinline__ uint32_t Wait(const Control& control,
     if (static_cast<uint32_t>(seen >> 32) == control.epoch) {
       return static_cast<uint32_t>(seen);
     }
-    if (ptx::GlobalTimer() - start > control.op.view.timeout_ns) {
+    if (RanOut(control, ptx::GlobalTimer() - start, step, peer)) {
       // A copy: what stands in registers has no address.
       TimedOut(Control(control), step, peer, seen);
     }

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "cc/device/patience.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/low_latency.h"
@@ -161,7 +162,8 @@ struct Patience {
   __device__ void Look(const Window& window, uint32_t seen, bool tells = true) {
     const uint64_t now = ptx::GlobalTimer();
     if (start == 0) start = now;
-    if (now - start > window.params.op.view.timeout_ns && tells) {
+    if (tells && RanOut(window.params.op, window.name, window.epoch,
+                        now - start, step, peer)) {
       TimedOut(window, step, peer, seen);
     }
   }
