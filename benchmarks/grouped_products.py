@@ -238,9 +238,7 @@ def in_turns(runs: Sequence[Callable[[], Any]]) -> list[float]:
     for run in runs:
         jax.block_until_ready(run())
         lengths.append(max(3, int(BURST_S / (burst(run, 2) * 1e-6))))
-    times = [
-        [burst(run, n) for run, n in zip(runs, lengths)] for _ in range(ROUNDS)
-    ]
+    times = [[burst(run, n) for run, n in zip(runs, lengths)] for _ in range(ROUNDS)]
     return [statistics.median(column) for column in zip(*times)]
 
 
@@ -326,7 +324,9 @@ def many_rows(pool, name: str, size: tuple[int, int, int], tokens: int) -> None:
 
 def few_rows(pool, name: str, size: tuple[int, int, int], rate: float) -> None:
     print(f"\n{name}, few tokens; copy {rate / 1e6:.2f} TB/s")
-    print(f"{'T':>4} {'experts':>7} {'product':24} {'us':>7} {'read us':>8} {'share':>6}")
+    print(
+        f"{'T':>4} {'experts':>7} {'product':24} {'us':>7} {'read us':>8} {'share':>6}"
+    )
     layers = [Layer(*size, tokens, 64) for tokens in FEW]
     jobs = [compiled(pool, layer, FORWARD, LINKS) for layer in layers]
     for layer, runs in zip(layers, jobs):

@@ -299,7 +299,7 @@ def weights(
             start = _start(table, 1, group)
             steps = lax.div(table[1, group] - start, jnp.int32(_STEP))
             steps = lax.select(good, steps, jnp.int32(0))
-            return dict(group=group, i=i, j=j, start=start, steps=steps)
+            return {"group": group, "i": i, "j": j, "start": start, "steps": steps}
 
         def operand(ref, key, width, at, step):
             row = pl.multiple_of(at["start"] + step * _STEP, _STEP)
@@ -348,7 +348,7 @@ def _tables(group_sizes, tile_m, alignment):
 def _groups_of_tiles(table, num_tiles):
     """i32[num_tiles]: how many groups end at or before each tile."""
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
-    return jnp.sum(table[0] <= tiles[:, None], axis=1, dtype=jnp.int32)
+    return jnp.sum(table[:1] <= tiles[:, None], axis=1, dtype=jnp.int32)
 
 
 def _start(table, line, group):
@@ -376,7 +376,10 @@ def _padded(rows):
 def _best_width(n):
     """Columns of a tile: the wider, the less is read for a product; few are waste."""
     cost = {192: 1.0, 128: 1.1, 64: 1.6}
-    return min((width for width in cost if width <= n), key=lambda width: cost[width] * pl.cdiv(n, width) * width)
+    return min(
+        (width for width in cost if width <= n),
+        key=lambda width: cost[width] * pl.cdiv(n, width) * width,
+    )
 
 
 def _row_config(m, n, groups, alignment):
@@ -536,7 +539,7 @@ class _Packed:
 
         def locate(number):
             i, j = plgpu.planar_snake(number, grid, 1, self.config.band)
-            return dict(tile=i, j=j)
+            return {"tile": i, "j": j}
 
         def resolve(at, loading):
             row = at["tile"] * tile_m
@@ -551,16 +554,16 @@ class _Packed:
                 half = jnp.logical_and(good, left == ALIGNMENT)
             return dict(at, row=row, group=lax.min(group, last), half=half)
 
-        return dict(
-            num_tiles=grid[0] * grid[1],
-            locate=locate,
-            steps=lambda at: lax.select(
+        return {
+            "num_tiles": grid[0] * grid[1],
+            "locate": locate,
+            "steps": lambda at: lax.select(
                 at["tile"] < used, jnp.int32(self.num_steps), jnp.int32(0)
             ),
-            resolve=resolve,
-            fill=_fill(good),
-            halves=self.halves,
-        )
+            "resolve": resolve,
+            "fill": _fill(good),
+            "halves": self.halves,
+        }
 
 
 class _Batches(_Packed):
@@ -582,18 +585,18 @@ class _Batches(_Packed):
             number = lax.rem(number, jnp.int32(self.groups * self.columns))
             group = lax.div(number, jnp.int32(self.columns))
             j = lax.rem(number, jnp.int32(self.columns))
-            return dict(row=tile * tile_m, group=group, j=j)
+            return {"row": tile * tile_m, "group": group, "j": j}
 
         def rows(at):
             return counts[at["group"]] - at["row"]
 
-        return dict(
-            num_tiles=row_tiles * self.groups * self.columns,
-            locate=locate,
-            steps=lambda at: lax.select(
+        return {
+            "num_tiles": row_tiles * self.groups * self.columns,
+            "locate": locate,
+            "steps": lambda at: lax.select(
                 rows(at) > 0, jnp.int32(self.num_steps), jnp.int32(0)
             ),
-            resolve=lambda at, loading: at,
-            fill=jnp.float32(0),
-            rows=rows,
-        )
+            "resolve": lambda at, loading: at,
+            "fill": jnp.float32(0),
+            "rows": rows,
+        }
