@@ -72,7 +72,7 @@ class Layer:
             ),
             static_argnums=1,
         )
-        self.arrays = {
+        self.arrays: dict[str, jax.Array] = {
             name: draw(jax.random.key(i), tuple(map(int, shape)))
             for i, (name, shape) in enumerate(shapes.items())
         }
@@ -225,6 +225,7 @@ OTHERS = [
 
 
 def burst(run: Callable[[], Any], times: int) -> float:
+    out = None
     start = time.perf_counter()
     for _ in range(times):
         out = run()
@@ -286,6 +287,7 @@ def compiled(
 
     def compile_(product):
         def function(a):
+            out = None
             for _ in range(links):
                 out = product.function(a, layer.alignment)
                 never = jax.tree.leaves(out)[0].reshape(-1)[0] > 1e30
@@ -305,7 +307,7 @@ def many_rows(pool, name: str, size: tuple[int, int, int], tokens: int) -> None:
     )
     print(f"{'product':38} {'us':>7} {'TFLOP/s':>8} {'dense us':>9} {'share':>6} error")
     chosen = FORWARD + OTHERS
-    forward = []
+    forward: list[tuple[float, float]] = []
     for product, job in zip(chosen, compiled(pool, layer, chosen)):
         run, (plain, operands) = job.result(), dense(layer, product)
         error = largest_error(layer, product, run(layer.arrays))
@@ -318,7 +320,7 @@ def many_rows(pool, name: str, size: tuple[int, int, int], tokens: int) -> None:
         )
         if product in FORWARD:
             forward.append((ours, theirs))
-    ours, theirs = map(sum, zip(*forward))
+    ours, theirs = (sum(times) for times in zip(*forward))
     print(f"{'forward':38} {ours:7.0f} {'':8} {theirs:9.0f} {theirs / ours:6.3f}")
 
 

@@ -464,6 +464,7 @@ def _row_products(
             high, wide = _piece(width)
             here = pl.ds(at["j"] * width + column, wide)
             vectors = [
+                # pyrefly: ignore[missing-argument]  # jax before 0.11
                 plgpu.load(bias.at[at["group"], here], optimized=False)
                 for bias in biases
             ]
@@ -471,6 +472,7 @@ def _row_products(
                 lax.broadcast_in_dim(v.astype(jnp.float32), (high, wide), (1,))
                 for v in vectors
             ]
+            assert epilogue is not None
             return epilogue(sums, extras, vectors)
 
         return Work(
@@ -524,14 +526,15 @@ class _Packed:
         tile_m = self.config.tile_m
         return (self.m + self.halves * ALIGNMENT * self.groups + tile_m - 1) // tile_m
 
-    def tables(self, group_sizes):
+    def tables(self, group_sizes) -> tuple[jax.Array, ...]:
         table = _tables(group_sizes, self.config.tile_m, self.alignment)
         return table, _groups_of_tiles(table, self.row_tiles)
 
     def rows(self, ref, at, row, count):
         return ref.at[pl.ds(pl.multiple_of(at["row"] + row, ALIGNMENT), count)]
 
-    def work(self, table, groups_of_tiles) -> dict[str, Any]:
+    def work(self, *tables) -> dict[str, Any]:
+        table, groups_of_tiles = tables
         last, tile_m = self.groups - 1, self.config.tile_m
         good = table[2, last] == 0
         used = lax.select(good, table[0, last], jnp.int32(0))
@@ -569,13 +572,14 @@ class _Packed:
 class _Batches(_Packed):
     """Tiles of rows [G, M, ...], of which each group has its first ones."""
 
-    def tables(self, group_sizes):
+    def tables(self, group_sizes) -> tuple[jax.Array, ...]:
         return (group_sizes.astype(jnp.int32),)
 
     def rows(self, ref, at, row, count):
         return ref.at[at["group"], pl.ds(at["row"] + row, count)]
 
-    def work(self, counts) -> dict[str, Any]:
+    def work(self, *tables) -> dict[str, Any]:
+        (counts,) = tables
         tile_m = self.config.tile_m
         row_tiles = pl.cdiv(self.m, tile_m)
 
