@@ -2,15 +2,18 @@
 
     python benchmarks/moe_layer.py                 # GPUs, else CPU
     python benchmarks/moe_layer.py --quick
-    python benchmarks/moe_layer.py --only layers --T 4096 --H 2048 --E 128 --inner 768
+    python benchmarks/moe_layer.py --only products,layers
+    python benchmarks/moe_layer.py --only layers --H 7168 --E 32 --inner 2048
 
-Four tables. local: expert_rows, permute, unpermute and what they need backward,
+Five tables. local: expert_rows, permute, unpermute and what they need backward,
 in bytes read and written over time, against a plain copy of as many bytes. fused:
 dispatch and permute one after the other against the one kernel for both. fp8:
-dispatch in FP8 against bfloat16, with and without quantising. layers: forward,
-and forward + backward, of jax_ep.moe, of the same layer made of all_gather and
-psum_scatter, and of jax_ep.moe in plain JAX, with the temporary memory that XLA
-asks for. README.md in this folder says how time is taken.
+dispatch in FP8 against bfloat16, with and without quantising. products: grouped
+products and their gradients against dense ones. layers: forward, and forward +
+backward, of jax_ep.moe with gated experts by our products and those of others, of
+dense products and of rows copied, which bound them, of the same layer made of
+all_gather and psum_scatter, and of jax_ep.moe in plain JAX, with the temporary
+memory that XLA asks for. README.md in this folder says how time is taken.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import expert_rows
 import fp8_rows
 import fused_rows
 import jax
+import layer_products
 import whole_layers
 from layer_tables import Tables
 from options import choose_platform, devices_of, positive
@@ -35,6 +39,7 @@ TABLES = {
     "local": expert_rows.table,
     "fused": fused_rows.table,
     "fp8": fp8_rows.table,
+    "products": layer_products.table,
     "layers": whole_layers.table,
 }
 
@@ -43,8 +48,6 @@ def main() -> int:
     """The exit status is 1 if a line of ours failed or was wrong."""
     options = _parse()
     choose_platform(options)
-    if options.pallas:
-        jax.config.update("jax_ragged_dot_use_gpu_pallas_triton_lowering", True)
     run = Tables(options, devices_of(options))
     run.report.record("run", **machine(run.devices))
     kind = run.devices[0].device_kind
@@ -64,13 +67,8 @@ def _parse() -> argparse.Namespace:
     parser = common_parser(__doc__, quick="fewer repetitions")
     add = parser.add_argument
     add("--inner", type=positive, help="an expert's inner width (layers)")
-    add("--alignment", type=positive, default=1, help="expert_alignment")
+    add("--alignment", type=positive, help="expert_alignment (default: of moe)")
     add("--capacity-factor", type=float, default=1.25, help="of the layers")
-    add(
-        "--pallas",
-        action="store_true",
-        help="ragged_dot by JAX's Pallas kernel on GPUs",
-    )
     add(
         "--only",
         type=lambda text: text.split(","),

@@ -2,11 +2,11 @@
 
     python benchmarks/plot.py out/run.jsonl [more.jsonl ...] --output out/run.png
 
-Time against tokens a rank with the floor drawn in, and bars of our operations
-beside the others. A file may hold records of several runs: where two measured the
-same, the later one counts; runs in several processes are left out. One figure for
-each kind of device, and for points that differ in nothing but T those of the run
-that came last.
+Time against tokens a rank with the floor drawn in, bars of our operations
+beside the others, and whole layers with what of their time is rows and products.
+A file may hold records of several runs: where two measured the same, the later one
+counts; runs in several processes are left out. One figure for each kind of device,
+and for points that differ in nothing but T those of the run that came last.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _OPERATIONS = ("plan", "dispatch", "combine")
 _NATIVE = ("cuda", "cpu")
 _COLORS = {"plan": "#6a51a3", "dispatch": "#2171b5", "combine": "#238b45"}
 _OURS, _REFERENCE, _OTHERS = "#2171b5", "#9ecae1", "#969696"
+# Lines of the table layers that others are held against.
+_MOVING, _DENSE = "experts of no cost", "floor: dense products"
 # What makes two workloads the same line of a figure.
 _SHAPE = ("hidden", "top_k", "num_experts", "num_ranks", "routing", "dtype")
 
@@ -126,6 +128,17 @@ def bars(records: Sequence[Record]) -> list[Record]:
     return list(kept.values())
 
 
+def layers(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
+    """Pass -> layer -> its record, of the last table of layers."""
+    lines = [r for r in records if r["record"] == "layer"]
+    found: dict[str, dict[str, Record]] = {}
+    for record in lines:
+        same = ("workload", "inner", "run")
+        if all(record[name] == lines[-1][name] for name in same):
+            found.setdefault(record["what"], {})[record["layer"]] = record
+    return found
+
+
 def _is_point(record: Record) -> bool:
     return (
         record["record"] in ("sweep", "operation")
@@ -146,12 +159,12 @@ def _curves(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
 
 
 def _drawable(records: Sequence[Record]) -> bool:
-    return bool(_curves(records) or bars(records))
+    return bool(_curves(records) or bars(records) or layers(records))
 
 
 def _figure(device: str, records: Sequence[Record]) -> plt.Figure:
-    lines, table = _curves(records), bars(records)
-    rows = bool(lines) + bool(table)
+    lines, table, whole = _curves(records), bars(records), layers(records)
+    rows = bool(lines) + bool(table) + bool(whole)
     figure = plt.figure(figsize=(12, 4.6 * rows), layout="constrained")
     parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
     at = 0
@@ -160,12 +173,15 @@ def _figure(device: str, records: Sequence[Record]) -> plt.Figure:
         at += 1
     if table:
         _draw_bars(parts[at], device, table)
+        at += 1
+    if whole:
+        _draw_layers(parts[at], device, whole)
     return figure
 
 
 def _title(device: str, record: Record) -> str:
     w, run = record["workload"], record["run"]
-    sms = f", {record['num_sms']} SMs" if record["num_sms"] else ""
+    sms = f", {record['num_sms']} SMs" if record.get("num_sms") else ""
     return (
         f"{device}, jax {run.get('jax', '?')}{sms}: H={w['hidden']} K={w['top_k']} "
         f"E={w['num_experts']} R={w['num_ranks']} {w['routing']} {w['dtype']}"
@@ -235,6 +251,33 @@ def _draw_bars(part, device: str, table: Sequence[Record]) -> None:
             panel.set_xscale("log")
         panel.margins(x=0.2)
         panel.grid(alpha=0.3, axis="x")
+
+
+def _draw_layers(part, device: str, whole: Mapping[str, Mapping[str, Record]]) -> None:
+    """A panel for each pass: of every layer rows, dense products, and the rest."""
+    panels = part.subplots(1, len(whole), squeeze=False)[0]
+    some = next(iter(next(iter(whole.values())).values()))
+    tokens, inner = some["workload"]["num_tokens"], some["inner"]
+    part.suptitle(f"{_title(device, some)}, T={tokens}, inner {inner}: whole layers")
+    for panel, (what, by_layer) in zip(panels, whole.items(), strict=True):
+        us = {name: record["us"] for name, record in by_layer.items()}
+        moving, dense = us.pop(_MOVING, 0.0), us.pop(_DENSE, 0.0)
+        us = {n: t for n, t in us.items() if not n.startswith("floor:")}
+        names, totals = list(us), list(us.values())
+        start = [0.0] * len(names)
+        for label, color, sizes in (
+            ("rows to experts and home", _OURS, [moving] * len(names)),
+            ("dense products", _REFERENCE, [dense] * len(names)),
+            ("above both", _OTHERS, [max(t - moving - dense, 0) for t in totals]),
+        ):
+            drawn = panel.barh(names, sizes, left=start, color=color, label=label)
+            start = [a + b for a, b in zip(start, sizes, strict=True)]
+        panel.bar_label(drawn, [f"{t:,.0f}" for t in totals], padding=3)
+        panel.invert_yaxis()
+        panel.set(title=what, xlabel="microseconds")
+        panel.margins(x=0.2)
+        panel.grid(alpha=0.3, axis="x")
+        panel.legend(fontsize="small")
 
 
 def _bar_name(record: Record) -> str:

@@ -1,13 +1,15 @@
-"""The table layers: jax_ep.moe, all_gather and psum_scatter, and plain JAX."""
+"""The table layers: jax_ep.moe by several products, others, and what bounds it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from expert_ways import OURS, Experts, ways
 from inputs import Inputs
 from jax import lax
 from layer_tables import Tables
@@ -19,53 +21,64 @@ import jax_ep
 
 _GATHERED = "all_gather + psum_scatter"
 _PLAIN = "xla: jax_ep.moe"
-_FREE = "jax_ep.moe, experts of no cost"
+_FREE = "experts of no cost"
+_DENSE = "floor: dense products"
+_COPY = "floor: rows copied twice"
 _FORWARD, _BOTH = "forward", "forward + backward"
+
+
+def inner_width(run: Tables) -> int:
+    """An expert's inner width."""
+    return run.options.inner or (768 if run.on_gpu else 64)
 
 
 def table(run: Tables, comm: jax_ep.Communicator) -> None:
     """Measures and prints it: microseconds and temporary memory."""
-    w = run.workload(_sizes_gpu if run.on_gpu else _sizes_cpu)
+    w = run.workload(sizes_of_layers(run.on_gpu))
     o = run.options
-    inner = o.inner or (768 if run.on_gpu else 64)
+    inner = inner_width(run)
     layers = Layers(run.mesh, w, inner, o.capacity_factor, o.alignment)
     run.report.say(
-        f"\nlayers: {w}, experts {w.hidden} x {inner} x {w.hidden} by ragged_dot, "
+        f"\nlayers: {w}, gated experts {w.hidden} x {inner} x {w.hidden}, "
         f"capacity factor {o.capacity_factor}"
     )
     columns = {"layer": 30, "pass": 18, "us": 11, "p95": 11, "temporary MB": 13}
     run.report.head(columns)
     with jax_ep.Communicator(run.mesh, AXIS, backend="xla") as plain:
-        ours = f"jax_ep.moe ({comm.backend})"
+        by_name = ways(run.on_gpu)
         variants = {
-            ours: layers.moe(comm),
-            _GATHERED: layers.gathered(),
-            _PLAIN: layers.moe(plain),
+            name: layers.moe(comm, experts)
+            for name, experts in by_name.items()
+            if name in ("JAX's example kernels", OURS) or not o.quick
         }
+        variants[_FREE] = layers.moe(comm, None)
+        variants[_DENSE], variants[_COPY] = layers.dense, layers.copied
         if not o.quick:
-            variants[_FREE] = layers.moe(comm, free=True)
+            variants[_GATHERED] = layers.gathered(by_name[OURS])
+            variants[_PLAIN] = layers.moe(plain, by_name[OURS])
         # By a line's name: of which layer, which pass, and the pass itself.
         lines = {}
         for name, layer in variants.items():
             lines[f"{name}, {_FORWARD}"] = name, _FORWARD, layer
-            lines[f"{name}, {_BOTH}"] = name, _BOTH, layers.with_gradients(layer)
+            if name != _COPY:
+                lines[f"{name}, {_BOTH}"] = name, _BOTH, layers.with_gradients(layer)
         passes = {line: pass_ for line, (*_, pass_) in lines.items()}
         # XLA tries kernels for products on the GPU and remembers which was best.
         # Programs compiled at the same time would all try them, in turn: so first
         # those with all the products that there are.
-        first_of_all = [f"{name}, {_BOTH}" for name in (ours, _GATHERED)]
+        first_of_all = [f"{OURS}, {_BOTH}"]
         memory = _temporary_bytes(run, layers, passes, first_of_all)
 
         def guess_us(line: str) -> float:
             name, what, _ = lines[line]
             moving_us = 4 * expected_us(w)
-            products_us = 0.0 if name == _FREE else layers.product_us(o.pallas)
+            products_us = layers.product_us(name)
             return (moving_us + products_us) * (1 if what == _FORWARD else 3)
 
         found = run.measured(
             {line: layers.chain(line, pass_) for line, pass_ in passes.items()},
             guess_us,
-            others=[line for line in lines if lines[line][0] in (_GATHERED, _PLAIN)],
+            others=[line for line in lines if lines[line][0] not in (OURS, _FREE)],
         )
         for line, stats in found:
             name, what, _ = lines[line]
@@ -115,7 +128,7 @@ def _temporary_bytes(
 class Layers:
     """One layer's inputs, and layers (x, topk_idx, weights, experts) -> y."""
 
-    def __init__(self, mesh, w: Workload, inner: int, factor: float, alignment: int):
+    def __init__(self, mesh, w: Workload, inner: int, factor: float, alignment=None):
         self.mesh = mesh
         self.w = w
         self.inner = inner
@@ -124,13 +137,15 @@ class Layers:
         inputs = Inputs(mesh, w)
         self.inputs = inputs
         self.x = inputs.tokens
+        self.rows = inputs.random(3, w.num_tokens * w.top_k)
         rng = np.random.default_rng(2)
         weights = rng.random((w.num_ranks * w.num_tokens, w.top_k)).astype(np.float32)
         self.weights = inputs.put(weights / weights.sum(-1, keepdims=True))
 
         def draw(seed):
-            keys = jax.random.split(jax.random.key(seed[0]))
+            keys = jax.random.split(jax.random.key(seed[0]), 3)
             shapes = (
+                (w.local_experts, w.hidden, inner),
                 (w.local_experts, w.hidden, inner),
                 (w.local_experts, inner, w.hidden),
             )
@@ -142,29 +157,32 @@ class Layers:
 
         self.experts = inputs.per_rank(draw)(inputs.put(np.arange(w.num_ranks)))
 
-    def _mlp(self, rows, sizes, experts, free=False):
-        if free:
-            return rows * jnp.bfloat16(0.5)
-        hidden = jax.nn.silu(lax.ragged_dot(rows, experts[0], sizes))
-        return lax.ragged_dot(hidden, experts[1], sizes)
-
-    def product_us(self, pallas: bool) -> float:
+    def product_us(self, name: str) -> float:
         """About what the experts' products take forward on GPUs.
 
-        XLA's own ragged_dot makes 10 TFLOP/s of them and Pallas' some 100; it only
-        chooses the length of chains.
+        XLA's own ragged_dot makes 10 TFLOP/s of them; it only chooses the length of
+        chains.
         """
         w = self.w
-        rows = self.factor * w.num_tokens * w.top_k
-        return 4 * rows * w.hidden * self.inner / (1e8 if pallas else 1e7)
+        if name in (_FREE, _COPY):
+            return 0.0
+        rate = 1e7 if name == "jax.lax.ragged_dot" else 4e8
+        return 6 * w.num_tokens * w.top_k * w.hidden * self.inner / rate
 
-    def moe(self, comm: jax_ep.Communicator, free: bool = False) -> Callable:
+    def moe(self, comm: jax_ep.Communicator, experts_by: Experts | None) -> Callable:
+        """jax_ep.moe; None: experts of no cost."""
+
         def layer(x, topk_idx, weights, experts):
+            def expert_fn(rows, sizes, group_alignment):
+                if experts_by is None:
+                    return rows * jnp.bfloat16(0.5)
+                return experts_by(rows, sizes, group_alignment, experts)
+
             return jax_ep.moe(
                 x,
                 topk_idx,
                 weights,
-                lambda rows, sizes: self._mlp(rows, sizes, experts, free),
+                expert_fn,
                 comm=comm,
                 num_experts=self.w.num_experts,
                 capacity_factor=self.factor,
@@ -173,7 +191,20 @@ class Layers:
 
         return layer
 
-    def gathered(self) -> Callable:
+    @staticmethod
+    def dense(rows, topk_idx, weights, experts):
+        """The MLPs on all rows by one expert: products, and glu between them."""
+        del topk_idx, weights
+        w_gate, w_up, w_down = (w[0] for w in experts)
+        return (jax.nn.silu(rows @ w_gate) * (rows @ w_up)) @ w_down
+
+    @staticmethod
+    def copied(rows, topk_idx, weights, experts):
+        """All rows read and written twice: to the experts, and home."""
+        del topk_idx, weights, experts
+        return -lax.optimization_barrier(-rows)
+
+    def gathered(self, experts_by: Experts) -> Callable:
         """Every token to every rank, as layers in JAX do without ragged exchange."""
         w = self.w
         pairs = w.num_ranks * w.num_tokens * w.top_k
@@ -189,7 +220,7 @@ class Layers:
             ends = jnp.cumsum(jnp.bincount(expert, length=w.local_experts + 1)[:-1])
             sizes = jnp.diff(jnp.minimum(ends, room), prepend=0).astype(jnp.int32)
             token = order // w.top_k
-            y = self._mlp(everywhere(x)[token], sizes, experts)
+            y = experts_by(everywhere(x)[token], sizes, 1, experts)
             gate = jnp.where(here, everywhere(weights).ravel(), 0)[order]
             y = jnp.where(gate[:, None] != 0, y * gate[:, None].astype(y.dtype), 0)
             total = jnp.zeros((w.num_ranks * w.num_tokens, w.hidden), y.dtype)
@@ -197,13 +228,20 @@ class Layers:
 
         return layer
 
-    def _args(self):
-        return self.x, self.inputs.topk_idx, self.weights, self.experts
+    def _args(self, run: Callable):
+        x = self.rows if self.takes_rows(run) else self.x
+        return x, self.inputs.topk_idx, self.weights, self.experts
+
+    def takes_rows(self, run: Callable) -> bool:
+        """Whether it works on as many rows as experts get, not on tokens."""
+        run = getattr(run, "__wrapped__", run)
+        return run in (self.dense, self.copied)
 
     @staticmethod
     def with_gradients(layer: Callable) -> Callable:
         """Its result, and the gradients of all that has some."""
 
+        @functools.wraps(layer)
         def run(x, topk_idx, weights, experts):
             y, pull = jax.vjp(
                 lambda *args: layer(args[0], topk_idx, *args[1:]), x, weights, experts
@@ -220,24 +258,27 @@ class Layers:
 
         return Chain(
             name,
-            self._args(),
+            self._args(run),
             start,
             lambda fixed, x: run(x, *fixed[1]),
             lambda fixed, x, result: link(x, fixed[0], *jax.tree.leaves(result)),
-            linked=self.x,
+            linked=self._args(run)[0],
             opaque=False,
         )
 
     def lower(self, run: Callable) -> jax.stages.Lowered:
         """One call of it, not repeated."""
         program: Any = self.inputs.per_rank(run)
-        return program.lower(*self._args())
+        return program.lower(*self._args(run))
 
 
-def _sizes_gpu(num_ranks: int) -> Workload:
-    """The sizes of Qwen3-30B-A3B."""
-    return Workload(4096, 2048, 8, 128, num_ranks)
+def sizes_of_layers(on_gpu: bool) -> Callable[[int], Workload]:
+    """A workload by the number of ranks: on GPUs the sizes of Qwen3-30B-A3B."""
 
+    def sizes(num_ranks: int) -> Workload:
+        if on_gpu:
+            # 64 experts on one GPU, as on each of two.
+            return Workload(4096, 2048, 8, max(64, 128 * (num_ranks > 1)), num_ranks)
+        return Workload(128, 128, 4, 2 * num_ranks, num_ranks, dtype="bf16")
 
-def _sizes_cpu(num_ranks: int) -> Workload:
-    return Workload(128, 128, 4, 2 * num_ranks, num_ranks, dtype="bf16")
+    return sizes

@@ -150,8 +150,8 @@ class Decoder:
             )
         # rows [L, R * T, H]: each expert's tokens in front, anything behind them.
         rows, _, handle = jax_ep.low_latency_dispatch(x, experts, buffer=self.buffer)
-        hidden = jax.nn.gelu(rows @ moe.experts.w_in[...])
-        y = hidden @ moe.experts.w_out[...]
+        gate, up = rows @ moe.experts.w_gate[...], rows @ moe.experts.w_up[...]
+        y = (jax.nn.silu(gate) * up) @ moe.experts.w_down[...]
         return jax_ep.low_latency_combine(y, weights, handle)
 
 

@@ -29,8 +29,8 @@ def routed(w_in, w_out, rows, plan, weights):
     """What this rank's experts make of the rows that came."""
 
     def experts(rows, group_sizes):
-        hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, w_in, group_sizes))
-        return jax.lax.ragged_dot(hidden, w_out, group_sizes)
+        hidden = jax.nn.gelu(jax_ep.ragged_dot(rows, w_in, group_sizes))
+        return jax_ep.ragged_dot(hidden, w_out, group_sizes)
 
     rows = experts(jax_ep.permute(rows, plan), plan.group_sizes)
     return jax_ep.unpermute(rows, plan, weights)

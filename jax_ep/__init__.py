@@ -2,6 +2,7 @@
 
 from jax_ep.communicator import Communicator
 from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
+from jax_ep.grouped_products import gated_mlp, ragged_dot
 from jax_ep.low_latency import (
     LowLatencyBuffer,
     LowLatencyHandle,
@@ -36,6 +37,7 @@ __all__ = [
     "dispatch_done",
     "dispatch_fp8",
     "dispatch_start",
+    "gated_mlp",
     "low_latency_combine",
     "low_latency_dispatch",
     "make_plan",
@@ -45,5 +47,6 @@ __all__ = [
     "permute",
     "plan_dispatch",
     "quantize_fp8",
+    "ragged_dot",
     "unpermute",
 ]

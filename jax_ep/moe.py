@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax_ep import ops
 from jax_ep.communicator import Communicator
 from jax_ep.plan import Plan, make_plan
 
-ExpertFn = Callable[[Any, jax.Array], Any]
+ExpertFn = Callable[..., Any]
 
 
 def moe(
@@ -25,7 +26,7 @@ def moe(
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    expert_alignment: int = 1,
+    expert_alignment: int | None = None,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
 ) -> Any:
@@ -53,15 +54,18 @@ def moe(
         an expert, whatever stands elsewhere.
       expert_fn: (rows [S, ...], group_sizes i32[L]) -> [S, ...], this rank's
         experts: rows of expert e stand together, group_sizes[e] of them, after
-        those of the experts before it, as `jax.lax.ragged_dot` takes them. It
-        may change the trailing shape and the dtype, and return a pytree. What
-        it returns for pads and unused rows is not read.
+        those of the experts before it, as `ragged_dot` and `gated_mlp` take them.
+        Where it has a parameter group_alignment it gets the plan's
+        expert_alignment as that, for those two. It may change the trailing shape
+        and the dtype, and return a pytree. What it returns for pads and unused
+        rows is not read.
       comm: the communicator.
       num_experts: E, see `make_plan`.
       capacity: C, see `make_plan`. The Plan tells about demand and overflow:
         `moe_with_plan` lets you look at it.
       capacity_factor: see `make_plan`.
-      expert_alignment: see `make_plan`.
+      expert_alignment: see `make_plan`. The default, None, is what products are
+        fastest with. Where no expert row is dropped results do not depend on it.
       expert_capacity: S, see `make_plan`.
       node_capacity: see `make_plan`.
 
@@ -113,5 +117,16 @@ def moe_with_plan(
         ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
         ops._checked_leaves("dispatch", x, plan)  # before others travel beside it
     rows, weights = ops._dispatch_permute(x, topk_weights, plan)
-    outputs = expert_fn(rows, plan.group_sizes)
+    outputs = _call(expert_fn, rows, plan)
     return ops.combine(ops.unpermute(outputs, plan, weights), plan)
+
+
+def _call(expert_fn: ExpertFn, rows: Any, plan: Plan) -> Any:
+    """What the experts make of their rows."""
+    try:
+        parameters = inspect.signature(expert_fn).parameters
+    except (TypeError, ValueError):  # Some callables do not tell.
+        parameters = {}
+    if "group_alignment" not in parameters:
+        return expert_fn(rows, plan.group_sizes)
+    return expert_fn(rows, plan.group_sizes, group_alignment=plan.expert_alignment)

@@ -80,7 +80,7 @@ def plan_dispatch(
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    expert_alignment: int = 1,
+    expert_alignment: int | None = 1,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
 ) -> tuple[Plan, Any]:
@@ -103,7 +103,7 @@ def plan_dispatch(
       num_experts: E.
       capacity: C.
       capacity_factor: chooses capacities.
-      expert_alignment: group_sizes is rounded up to a multiple of it.
+      expert_alignment: group_sizes is rounded up to a multiple of it; or None.
       expert_capacity: S.
       node_capacity: rows that a rank can send to another node.
 
@@ -180,7 +180,7 @@ def permute(tree: Any, plan: Plan) -> Any:
     Local to a device. Rows come grouped by expert, expert after expert; inside
     a group they stand in the order of (slot, k), and zeros fill the group up to
     expert_alignment. plan.group_sizes are the sizes of the groups, pads
-    included, just as `jax.lax.ragged_dot` takes them::
+    included, just as `ragged_dot` takes them::
 
         place = 0
         for each local expert e:

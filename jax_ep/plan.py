@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, node_plan, primitives, sizes
+from jax_ep import checks, node_plan, primitives, product_primitives, sizes
 from jax_ep.communicator import Communicator
 from jax_ep.sizes import Defaults
 
@@ -118,7 +118,7 @@ def make_plan(
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    expert_alignment: int = 1,
+    expert_alignment: int | None = 1,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
 ) -> Plan:
@@ -149,7 +149,9 @@ def make_plan(
         multiple of the (token, k) pairs of a rank when all experts are equally
         busy: capacity = factor * pairs, at most R * T, and expert_capacity =
         factor * pairs plus the pads. 1 is enough for perfect balance.
-      expert_alignment: group_sizes is rounded up to a multiple of it.
+      expert_alignment: group_sizes is rounded up to a multiple of it. None: what
+        `ragged_dot` and `gated_mlp` want of groups, 128 on GPUs and 1 elsewhere;
+        1 with an expert_capacity that is no multiple of that.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
         `permute` makes. Default: the worst case, min(C, R * T) * K and the
         pads, where nothing can be dropped: K times the bytes of the receive
@@ -268,7 +270,7 @@ def check_request(
     num_experts: int,
     capacity: int | None,
     capacity_factor: float | None,
-    expert_alignment: int,
+    expert_alignment: int | None,
     expert_capacity: int | None,
     node_capacity: int | None,
 ) -> PlanRequest:
@@ -293,6 +295,8 @@ def check_request(
         )
     num_tokens, top_k = topk_idx.shape
     num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    if expert_alignment is None:
+        expert_alignment = _best_alignment(comm, expert_capacity)
     expert_alignment = checks.check_small_integer(
         "make_plan", "expert_alignment", expert_alignment
     )
@@ -338,6 +342,14 @@ def check_request(
         node_capacity=min(node_capacity, max(1, num_tokens)),
         defaults=defaults,
     )
+
+
+def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
+    """What products want of groups, where S lets them have it."""
+    best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
+    if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
+        return 1
+    return best
 
 
 def _defaults(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -133,6 +134,48 @@ def define(name: str, abstract_eval, lowering, *, cacheable: bool) -> Primitive:
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, lowering, cacheable=cacheable)
     return primitive
+
+
+def define_everywhere(
+    name: str, abstract_eval, function: Callable, platforms: Mapping[str, Callable]
+) -> Primitive:
+    """A primitive that also runs outside of jit, and is plain JAX where it has to be.
+
+    Args:
+      name: what jaxprs show.
+      abstract_eval: its rule.
+      function: the JAX code that it stands for, which knows no mesh axes.
+      platforms: lowering rules of platforms that do better.
+    """
+
+    def lowering(ctx, *operands, **params):
+        return lower_plain(ctx, function, operands, params)
+
+    primitive = define(name, abstract_eval, lowering, cacheable=True)
+    primitive.def_impl(
+        lambda *operands, **params: _run(
+            *operands, primitive=primitive, params=tuple(params.items())
+        )
+    )
+    for platform, rule in platforms.items():
+        mlir.register_lowering(primitive, rule, platform=platform, cacheable=True)
+    return primitive
+
+
+@functools.partial(jax.jit, static_argnames=("primitive", "params"))
+def _run(*operands, primitive, params):
+    return primitive.bind(*operands, **dict(params))
+
+
+def lower_plain(ctx, function: Callable, operands, params: Mapping[str, Any]) -> Any:
+    """Lowers JAX code that takes operands and params, and knows no mesh axes."""
+    plain = lambda aval: jax.core.ShapedArray(aval.shape, aval.dtype)  # noqa: E731
+    ctx = ctx.replace(
+        avals_in=list(map(plain, ctx.avals_in)),
+        avals_out=list(map(plain, ctx.avals_out)),
+    )
+    function = functools.partial(function, **params)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def zero_tangent(x: jax.Array) -> ad.Zero:

@@ -23,6 +23,9 @@ import moe_lm_model  # noqa: E402
 import text_data  # noqa: E402
 import train_moe_lm  # noqa: E402
 
+# In float32, for which GPUs have no kernels.
+pytestmark = pytest.mark.filterwarnings("ignore:jax_ep.ragged_dot. falling back")
+
 # Small enough to compile in seconds.
 MODEL = moe_lm_model.ModelConfig(
     context=16, layers=1, width=32, heads=2, experts=8, expert_width=32
@@ -251,12 +254,14 @@ def run_example(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "results"), (("moe_layer.py", 5), ("shared_expert.py", 7))
+    ("name", "results", "tolerance"),
+    # In bfloat16 beside float32, and twice in float32.
+    (("moe_layer.py", 6, 3e-2), ("shared_expert.py", 7, 1e-5)),
 )
-def test_layer_agrees_with_its_reference(name, results):
+def test_layer_agrees_with_its_reference(name, results, tolerance):
     errors = [float(line.split()[-1]) for line in run_example(name)]
     assert len(errors) == results
-    assert max(errors) < 1e-5
+    assert max(errors) < tolerance
 
 
 @pytest.mark.parametrize(

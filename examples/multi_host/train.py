@@ -86,7 +86,7 @@ def layer(comm: jax_ep.Communicator):
             x,
             chosen,
             scores / scores.sum(-1, keepdims=True),
-            lambda rows, sizes: jax.lax.ragged_dot(jnp.tanh(rows), experts, sizes),
+            lambda rows, sizes: jax_ep.ragged_dot(jnp.tanh(rows), experts, sizes),
             comm=comm,
             num_experts=EXPERTS_A_RANK * comm.num_ranks,
         )

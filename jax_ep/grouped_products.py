@@ -1,0 +1,286 @@
+"""Products of rows by the matrices of their groups: what users call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks, gated_primitives, product_primitives
+
+_FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_alignment: int = 1,
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot`, on NVIDIA GPUs as fast as dense products.
+
+    The rows of group g stand behind those of group g - 1, group_sizes[g] of them::
+
+        output[i] = lhs[i] @ rhs[g]    for the rows i of group g
+        output[i] = 0                  behind the last group
+
+    What lhs holds behind the last group is not read.
+
+    Args:
+      lhs: [M, K], bfloat16, float16, float32 or float64.
+      rhs: [G, K, N], of the same dtype.
+      group_sizes: int[G], none negative, at most M together.
+      group_alignment: a promise that each size is a multiple of it, as it is for
+        those of a plan with plan.expert_alignment. With a multiple of 128 kernels
+        are fastest. Without effect on results.
+      preferred_element_type: dtype of the result, by default that of lhs. Products
+        are summed in float32 (float64 for float64) and rounded once.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+
+    Warns:
+      UserWarning: the program is for a GPU and jax.lax.ragged_dot has to be used
+        there, with the reason. Kernels are for bfloat16 and float16, gradients
+        included where the result has their dtype.
+
+    Derivative: of every kind and order, in lhs and rhs. The gradient of lhs is 0
+    behind the last group, that of the matrix of a group without rows is 0.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    _check_array("ragged_dot", "lhs", lhs, "M, K", (None, None))
+    _check_array(
+        "ragged_dot", "rhs", rhs, "G, K, N", (None, lhs.shape[1], None), lhs.dtype
+    )
+    sizes = _checked_sizes("ragged_dot", group_sizes, rhs.shape[0])
+    return product_primitives.rows(
+        sizes,
+        lhs,
+        rhs,
+        group_alignment=_checked_alignment("ragged_dot", group_alignment),
+        precision=default_precision(),
+        dtype=_checked_result("ragged_dot", preferred_element_type, lhs.dtype),
+    )
+
+
+def gated_mlp(
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    glu: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    group_alignment: int = 1,
+) -> jax.Array:
+    """Gated MLPs, one for each group of rows: the experts of most models.
+
+    For the rows i of group g (and 0 behind the last group)::
+
+        gate, up = rows[i] @ w_gate[g] + b_gate[g], rows[i] @ w_up[g] + b_up[g]
+        output[i] = (activation(gate) * up) @ w_down[g] + b_down[g]
+
+    The activation is applied in float32 (float64 for float64). gate and up round to
+    the dtype of rows before it, unless one kernel does both, and so do hidden values.
+
+    `moe` takes it as it is: functools.partial(gated_mlp, w_gate=..., w_up=...,
+    w_down=...). On GPUs gate, up and activation are one kernel where the activation
+    is made of elementwise operations; the products are those of `ragged_dot`.
+
+    Args:
+      rows: [M, H], bfloat16, float16, float32 or float64.
+      group_sizes: int[G], see `ragged_dot`.
+      w_gate: [G, H, I], of the dtype of rows, as all weights and biases.
+      w_up: [G, H, I].
+      w_down: [G, I, N].
+      activation: applied to gate.
+      glu: (gate, up) -> hidden, all [M, I], instead of activation(gate) * up.
+        gpt-oss, for one::
+
+            def glu(gate, up):
+                gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+                return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+      b_gate: [G, I], or None. Both of b_gate and b_up, or none.
+      b_up: [G, I], or None.
+      b_down: [G, N], or None.
+      group_alignment: see `ragged_dot`.
+
+    Returns:
+      [M, N], of the dtype of rows.
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+
+    Warns:
+      UserWarning: as `ragged_dot`.
+
+    Derivative: of every kind and order. Reverse mode keeps rows, gate and up, and
+    computes hidden values again; under jax.checkpoint it keeps rows alone and
+    computes gate and up again, at the cost of two more products beside nine.
+    """
+    rows = jnp.asarray(rows)
+    _check_array("gated_mlp", "rows", rows, "M, H", (None, None))
+    num_groups = jnp.shape(w_gate)[0] if jnp.ndim(w_gate) else None
+    inner = jnp.shape(w_gate)[-1] if jnp.ndim(w_gate) else None
+    width = jnp.shape(w_down)[-1] if jnp.ndim(w_down) else None
+    wanted = {
+        "w_gate": (w_gate, "G, H, I", (num_groups, rows.shape[1], inner)),
+        "w_up": (w_up, "G, H, I", (num_groups, rows.shape[1], inner)),
+        "w_down": (w_down, "G, I, N", (num_groups, inner, width)),
+        "b_gate": (b_gate, "G, I", (num_groups, inner)),
+        "b_up": (b_up, "G, I", (num_groups, inner)),
+        "b_down": (b_down, "G, N", (num_groups, width)),
+    }
+    arrays = {}
+    for name, (value, letters, sizes) in wanted.items():
+        if value is None and name.startswith("b_"):
+            continue
+        arrays[name] = jnp.asarray(value)
+        _check_array("gated_mlp", name, arrays[name], letters, sizes, rows.dtype)
+    biases = tuple(arrays[name] for name in ("b_gate", "b_up") if name in arrays)
+    if len(biases) == 1:
+        raise ValueError(
+            "jax_ep.gated_mlp: give both of b_gate and b_up or none, found one"
+        )
+    sizes = _checked_sizes("gated_mlp", group_sizes, arrays["w_gate"].shape[0])
+    options = {
+        "group_alignment": _checked_alignment("gated_mlp", group_alignment),
+        "precision": default_precision(),
+    }
+    shape = (len(rows), arrays["w_gate"].shape[2])
+    glu, closed = _checked_glu("gated_mlp", activation, glu, shape, rows.dtype)
+    weights = [arrays[name] for name in ("w_gate", "w_up", "w_down")]
+    output = _mlp(sizes, rows, weights, biases, glu, closed, options)
+    if b_down is None:
+        return output
+    dtype = product_primitives.wide(rows.dtype)
+    bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
+    return (output + bias).astype(rows.dtype)
+
+
+def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
+    """The MLPs without the last bias."""
+    if closed:
+        return gated_primitives.gated_mlp(
+            sizes, rows, weights, biases, glu=glu, **options
+        )
+    # It closes over what may have a gradient of its own, such as a slope.
+    function = functools.partial(gated_primitives.by_products, glu=glu, **options)
+    return jax.checkpoint(function)(sizes, rows, *weights, *biases)[0]
+
+
+# Checks ----------------------------------------------------------------------
+
+
+def default_precision() -> Any:
+    """What jax.default_matmul_precision says here, as lax's products take it."""
+    return jax.config.jax_default_matmul_precision
+
+
+def _found(array: jax.Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _check_array(
+    op: str,
+    name: str,
+    array: jax.Array,
+    letters: str,
+    sizes: Sequence[int | None],
+    dtype: Any = None,
+) -> None:
+    """Raises unless `array` is [letters] with these sizes, where they are known."""
+    if array.dtype not in _FLOATS:
+        raise TypeError(
+            f"jax_ep.{op}: {name} must be bfloat16, float16, float32 or float64, "
+            f"found {_found(array)}"
+        )
+    if dtype is not None and array.dtype != dtype:
+        raise TypeError(
+            f"jax_ep.{op}: all operands must have one dtype, found {name} "
+            f"{_found(array)} beside {dtype}"
+        )
+    shape = array.shape
+    if len(shape) != len(sizes) or any(
+        want not in (None, have) for want, have in zip(sizes, shape, strict=True)
+    ):
+        named = zip(letters.split(", "), sizes, strict=True)
+        known = ", ".join(f"{letter} = {n}" for letter, n in named if n is not None)
+        raise ValueError(
+            f"jax_ep.{op}: {name} must be [{letters}]{' with ' * bool(known)}{known}, "
+            f"found {_found(array)}"
+        )
+    spec = [axes for axes in jax.typeof(array).sharding.spec if axes is not None]
+    if spec:
+        raise ValueError(
+            f"jax_ep.{op}: {name} must not be split over mesh axes, found {spec}; "
+            "call it inside jax.shard_map, with what each device has"
+        )
+
+
+def _checked_sizes(op: str, group_sizes: jax.Array, num_groups: int) -> jax.Array:
+    group_sizes = jnp.asarray(group_sizes)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"jax_ep.{op}: group_sizes must have an integer dtype, found "
+            f"{_found(group_sizes)}"
+        )
+    if group_sizes.shape != (num_groups,):
+        raise ValueError(
+            f"jax_ep.{op}: group_sizes must be [G] with G = {num_groups}, found "
+            f"{_found(group_sizes)}"
+        )
+    return group_sizes.astype(jnp.int32)
+
+
+def _checked_alignment(op: str, group_alignment: int) -> int:
+    return checks.check_small_integer(op, "group_alignment", group_alignment)
+
+
+def _checked_result(op: str, preferred: Any, dtype: Any) -> Any:
+    if preferred is None:
+        return dtype
+    preferred = jnp.dtype(preferred)
+    if preferred not in _FLOATS:
+        raise TypeError(
+            f"jax_ep.{op}: preferred_element_type must be bfloat16, float16, float32, "
+            f"float64 or None, found {preferred}"
+        )
+    return preferred
+
+
+def _checked_glu(
+    op: str, activation: Any, glu: Any, shape: tuple[int, ...], dtype: Any
+) -> tuple[gated_primitives.Glu, bool]:
+    """(gate, up) -> hidden, and whether it closes over no traced array."""
+    if glu is not None and activation is not jax.nn.silu:
+        raise ValueError(f"jax_ep.{op}: give activation or glu, not both")
+    name, function = ("activation", activation) if glu is None else ("glu", glu)
+    if not callable(function):
+        raise TypeError(
+            f"jax_ep.{op}: {name} must be a function, found {type(function).__name__}"
+        )
+    glu = gated_primitives.Gated(function) if glu is None else glu
+    traced = gated_primitives.glu_jaxpr(glu, shape, dtype)
+    found = [f"{a.dtype}{list(a.shape)}" for a in traced.out_avals]
+    wanted = f"{product_primitives.wide(dtype)}{list(shape)}"
+    if found != [wanted]:
+        raise ValueError(
+            f"jax_ep.{op}: {name} must return {wanted} as it gets, found "
+            f"{', '.join(found) or None}"
+        )
+    closed = not any(isinstance(c, jax.core.Tracer) for c in traced.consts)
+    return glu, closed
