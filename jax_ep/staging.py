@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jax_ep import bootstrap, native
+from jax_ep.topology import MeshPlaces
 
 _DEFAULT_CHANNELS = 2
 
@@ -43,6 +44,7 @@ def set_up_host(
     identity: int,
     groups: list[list[jax.Device]],
     *,
+    mesh_places: MeshPlaces,
     timeout_s: float,
     warn_after_s: float,
     num_channels: int | None,
@@ -56,6 +58,7 @@ def set_up_host(
     Args:
       identity: of the entry in the native registry.
       groups: devices by [group][rank].
+      mesh_places: of all of them.
       timeout_s: as for Communicator.
       warn_after_s: a wait that takes longer says so.
       num_channels: as for Communicator.
@@ -72,7 +75,7 @@ def set_up_host(
     num_channels = num_channels or _DEFAULT_CHANNELS
     me = jax.process_index()
     places = [
-        (device.id, group, rank)
+        (device.id, group, rank, mesh_places[device.id])
         for group, devices in enumerate(groups)
         for rank, device in enumerate(devices)
         if device.process_index == me
