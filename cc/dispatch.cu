@@ -236,13 +236,19 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     FewDispatchKernel(const __grid_constant__ FewParams few) {
   __shared__ std::byte* outputs[kMaxLeaves * kMaxRanks];
   const DispatchParams& params = few.rows;
-  const Control control(params.op, "dispatch");
-  if (blockIdx.x == 0) PublishFree(params, control);
+  const ControlLayout layout(params.op.view.num_ranks);
+  const Opening opening = Opening::Ask(params.op, layout);
+  const Control control(params.op, "dispatch", layout, opening.epoch());
+  if (blockIdx.x == 0) {
+    opening.Check(params.op, control.name);
+    PublishFree(params, control);
+  }
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
   PieceAt at = PieceAt::First(few, workers);
   int2 route = RouteAt(few, at);
   Piece piece;
   LoadPiece(few, at, piece);
+  if (blockIdx.x != 0) opening.Check(params.op, control.name);
   const bool staged = WaitReady(control, outputs, params.num_leaves);
   // Most warps have one piece: a second one in registers would leave too few.
   while (at.Exists(few)) {

@@ -45,9 +45,11 @@ constexpr int kAllRead = 1;
 // Tells every peer where this rank's leaves are. Called by all threads of block
 // 0 before anything else. Release: pairs with the acquire in AwaitPeers.
 __device__ __forceinline__ void PublishFull(const CombineParams& params,
-                                            const Control& control) {
-  // While the epoch is on its way.
+                                            const Control& control,
+                                            const Opening& opening) {
+  // While the opening is on its way.
   ptx::FenceSys();
+  opening.Check(params.op, control.name);
   const int32_t words = 1 + 2 * params.num_leaves;
   for (int32_t peer = threadIdx.x / kWarpSize; peer < control.num_ranks();
        peer += kFewWarps) {
@@ -160,8 +162,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   const CombineParams& params = few.rows;
   const int32_t rank = params.op.view.rank;
   const int32_t warp = threadIdx.x / kWarpSize;
-  const Control control(params.op, "combine");
-  if (blockIdx.x == 0) PublishFull(params, control);
+  const ControlLayout layout(params.op.view.num_ranks);
+  const Opening opening = Opening::Ask(params.op, layout);
+  const Control control(params.op, "combine", layout, opening.epoch());
+  if (blockIdx.x == 0) PublishFull(params, control, opening);
   const bool sums = warp < kRowWarps;
   Slice slice = {slices + warp * kSliceBytes, &landed[warp], 0};
   const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
@@ -178,6 +182,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     slice.Init();
     if (at.Exists(few)) begin();
   }
+  if (blockIdx.x != 0) opening.Check(params.op, control.name);
   const bool staged = AwaitPeers(control, params, inputs);
   if (sums) {
     const uint32_t staged_leaves =

@@ -1,8 +1,8 @@
-// Rows that leave the node, packed one after the other, and the marks around
-// each transfer of the wire.
+// Rows that leave the node, packed one after the other, what is checked before
+// the first of them leaves, and the marks around each transfer of the wire.
 //
 // Launch: gather_rows: a warp to a row or a part of one
-//         (cc/device/expert_items.cuh). The marks: one thread.
+//         (cc/device/expert_items.cuh). The others: one thread.
 // Reads:  index, leaves[].in. Writes: leaves[].out, rows with an index once.
 //         The marks write host memory, for the thread that watches the wire.
 // Order:  a mark follows what stands before it on its stream. One that finds
@@ -12,6 +12,7 @@
 #include <cstdio>
 
 #include "cc/device/expert_items.cuh"
+#include "cc/device/mesh.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/gather_rows.h"
 
@@ -35,6 +36,15 @@ __global__ void __launch_bounds__(kExpertThreads)
               parts);
     }
   });
+}
+
+__global__ void WireCheckKernel(const WireCheck check) {
+  const uint32_t position =
+      *static_cast<const volatile uint32_t*>(check.position);
+  if (position == check.mesh.position) return;
+  OnOtherMesh(check.mesh, position,
+              check.exchanges ? "node_exchange" : "node_dispatch",
+              check.channel, check.rank);
 }
 
 __global__ void WireBegunKernel(WireProgress* progress, uint64_t count) {
@@ -68,6 +78,11 @@ cudaError_t LaunchGatherRows(const GatherRowsParams& params,
   return cudaPeekAtLastError();
 }
 
+cudaError_t LaunchWireCheck(const WireCheck& check, cudaStream_t stream) {
+  WireCheckKernel<<<1, 1, 0, stream>>>(check);
+  return cudaPeekAtLastError();
+}
+
 cudaError_t LaunchWireBegun(WireProgress* progress, uint64_t count,
                             cudaStream_t stream) {
   WireBegunKernel<<<1, 1, 0, stream>>>(progress, count);
@@ -82,6 +97,10 @@ cudaError_t LaunchWireEnded(WireProgress* progress, uint64_t count,
 
 const void* GatherRowsKernelAddress() {
   return reinterpret_cast<const void*>(&GatherRowsKernel);
+}
+
+const void* WireCheckKernelAddress() {
+  return reinterpret_cast<const void*>(&WireCheckKernel);
 }
 
 const void* WireBegunKernelAddress() {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cc/layout.h"
+#include "cc/mesh_place.h"
 #include "cc/ops.h"
 
 namespace jax_ep {
@@ -29,17 +30,29 @@ struct WireProgress {
   uint32_t failed;  // written by the host: what came is not to be used
 };
 
+// What is looked at before anything crosses; see Operation.
+struct WireCheck {
+  const uint32_t* position;
+  MeshPlace mesh;
+  uint32_t channel;
+  int32_t rank;
+  bool exchanges;  // an exchange, not a dispatch
+};
+
 // out[i] = in[index[i]]; rows without an index are left as they are.
 cudaError_t LaunchGatherRows(const GatherRowsParams& params,
                              cudaStream_t stream);
 cudaError_t LaunchWireBegun(WireProgress* progress, uint64_t count,
                             cudaStream_t stream);
+// Traps where the program's mesh has this device at another position.
+cudaError_t LaunchWireCheck(const WireCheck& check, cudaStream_t stream);
 // Traps where the wire has failed.
 cudaError_t LaunchWireEnded(WireProgress* progress, uint64_t count,
                             cudaStream_t stream);
 
 // The kernels themselves, for loading them ahead of the first launch.
 const void* GatherRowsKernelAddress();
+const void* WireCheckKernelAddress();
 const void* WireBegunKernelAddress();
 const void* WireEndedKernelAddress();
 

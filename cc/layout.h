@@ -147,6 +147,8 @@ JAX_EP_HOST_DEVICE constexpr int64_t PlanWorkspaceSize(int32_t num_ranks,
 // behind all slots. Words written by peers hold (epoch << 32 | payload), so
 // that they are never reset. A slot is cut as
 //   epoch     u32 of the last finished operation, advanced by its last block
+//   user      u32, the tag of the running operation, 0 for none; read and
+//             written together with the epoch
 //   finished  u32, blocks of the running operation that are done
 //   ticket    u32, parts of the running operation that blocks have taken, or
 //             blocks that have begun (combine of few tokens)
@@ -188,8 +190,8 @@ struct ControlLayout {
 
   JAX_EP_HOST_DEVICE constexpr explicit ControlLayout(int32_t num_ranks)
       : epoch(0),
-        finished(4),
-        ticket(8),
+        finished(8),
+        ticket(12),
         ready(16),
         done(ready + int64_t{num_ranks} * kReadyWords * 8),
         counts(done + num_ranks * 8),

@@ -74,8 +74,8 @@ std::string NcclWire::Allocate() {
   }
   // Loads the kernels, as set-up does with all others.
   for (const void* kernel :
-       {GatherRowsKernelAddress(), WireBegunKernelAddress(),
-        WireEndedKernelAddress()}) {
+       {GatherRowsKernelAddress(), WireCheckKernelAddress(),
+        WireBegunKernelAddress(), WireEndedKernelAddress()}) {
     cudaFuncAttributes attributes;
     if (status == cudaSuccess) {
       check(cudaFuncGetAttributes(&attributes, kernel));

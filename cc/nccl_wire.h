@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "cc/gather_rows.h"
+#include "cc/mesh_place.h"
 #include "cc/nccl.h"
 #include "cc/node_moves.h"
 #include "cc/wait_limits.h"
@@ -35,6 +36,7 @@ struct WirePlace {
   int32_t rank;  // of the communicator, for messages
   int32_t node;
   int32_t num_nodes;
+  MeshPlace mesh;
   nccl::UniqueId id;  // of the rail
 };
 

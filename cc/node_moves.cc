@@ -156,6 +156,13 @@ std::string NodeDispatch(const NodeRows& params, Wire& wire,
     crossing.Check(LaunchDispatch(part, stream));
   };
 
+  const Operation& op = params.rows.op;
+  crossing.Check(LaunchWireCheck({.position = op.position,
+                                  .mesh = op.view.mesh,
+                                  .channel = op.channel,
+                                  .rank = op.view.rank,
+                                  .exchanges = false},
+                                 stream));
   const int64_t count = crossing.num_chunks();
   const int64_t ahead = std::min<int64_t>(params.in_flight, count);
   for (int64_t c = 0; c < ahead && crossing.Well(); ++c) send(crossing.At(c));
@@ -226,10 +233,12 @@ std::string NodeCombine(const NodeRows& params, Wire& wire,
 
 std::string NodeExchange(const std::byte* in, std::byte* out,
                          int64_t block_bytes, int32_t node, int32_t num_nodes,
-                         Wire& wire, const NodeEvents& events,
-                         cudaStream_t stream) {
+                         const WireCheck& check, Wire& wire,
+                         const NodeEvents& events, cudaStream_t stream) {
   NodeRows none = {};
   Crossing crossing(none, wire, events, stream);
+  crossing.Check(LaunchWireCheck(check, stream));
+  if (!crossing.Well()) return crossing.problem();
   std::vector<WireTransfer> transfers;
   for (int32_t distance = 1; distance < num_nodes; ++distance) {
     const int64_t begin = (distance - 1) * block_bytes;

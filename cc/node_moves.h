@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/gather_rows.h"
 #include "cc/layout.h"
 #include "cc/ops.h"
 #include "cc/wire.h"
@@ -71,8 +72,8 @@ std::string NodeCombine(const NodeRows& params, Wire& wire,
 // and what comes is from the d-th before.
 std::string NodeExchange(const std::byte* in, std::byte* out,
                          int64_t block_bytes, int32_t node, int32_t num_nodes,
-                         Wire& wire, const NodeEvents& events,
-                         cudaStream_t stream);
+                         const WireCheck& check, Wire& wire,
+                         const NodeEvents& events, cudaStream_t stream);
 
 }  // namespace jax_ep
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cc/layout.h"
+#include "cc/mesh_place.h"
 #include "cc/wait_note.h"
 
 namespace jax_ep {
@@ -53,6 +54,7 @@ struct PeerView {
   uint64_t warn_ns;
   WaitNote* notes;
   uint64_t* noted;
+  MeshPlace mesh;  // of this rank's device, on the communicator's mesh
   // Control memory of each rank (cc/layout.h, ControlLayout), at addresses that
   // this rank's device can use. control[rank] is its own.
   std::byte* control[kMaxRanks];
@@ -77,6 +79,8 @@ struct Operation {
   // Equal on all ranks in the same operation: its channel in the low half, a
   // hash of what else tells operations apart, sizes included, in the high half.
   uint32_t tag;
+  // In this device's memory: its position on the program's mesh.
+  const uint32_t* position;
 };
 
 }  // namespace jax_ep

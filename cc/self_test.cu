@@ -83,7 +83,9 @@ Buffers Cut(Arena& arena, bool has_bulk) {
   op.view.has_bulk = has_bulk;
   op.view.timeout_ns = op.view.warn_ns = 10'000'000'000;
   op.view.control[0] = arena.Take<std::byte>(ControlLayout(1).size());
-  op.channel = 1;
+  op.channel = op.tag = 1;
+  op.view.mesh = {.position = 0, .num_ranks = 1, .stride = 1};
+  op.position = arena.Take<uint32_t>(1);
   b.topk_idx = arena.Take<int32_t>(kTokens * kTopK);
   b.in = arena.Take<float>(kTokens * kColumns);
   b.out = arena.Take<float>(kTokens * kColumns);

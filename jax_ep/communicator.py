@@ -126,6 +126,7 @@ class Communicator(Held):
         self.num_ranks = mesh.shape[axis_name]
         self.node_size = self._node_size or self.num_ranks
         self._groups = _groups(mesh, axis_name)
+        self._mesh_places = topology.mesh_places(mesh, axis_name)
         self.processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._memory_bytes = 0
         self._exported: frozenset[int] = frozenset()
@@ -338,6 +339,7 @@ class Communicator(Held):
 
     def _set_up_native(self) -> Callable[[], Any]:
         shared: dict[str, Any] = {
+            "mesh_places": self._mesh_places,
             "timeout_s": self.timeout_s,
             "warn_after_s": self._warn_after_s,
             "num_channels": self._num_channels,
@@ -371,6 +373,7 @@ class Communicator(Held):
                     release = node_wire.set_up_wire(
                         self._rail.id,
                         topology.rail_groups(self._groups, self.node_size),
+                        mesh_places=self._mesh_places,
                         node_size=self.node_size,
                         setup_timeout_s=self.setup_timeout_s,
                         timeout_s=self.timeout_s,
@@ -402,7 +405,6 @@ class Communicator(Held):
             self.mesh,
             self.axis_name,
             num_ranks,
-            self.processes,
         )
 
     def _check_arguments(self, backend: str | None) -> None:

@@ -148,6 +148,7 @@ def _lowering(ctx, *operands, num_grouped, **params):
         [ctx.avals_in[i] for i in keep],
         [*ctx.avals_out, *landing, workspace],
         comm,
+        slot="rows",
     )
     return results[: len(leaves)]
 

@@ -165,11 +165,6 @@ class LowLatencyBuffer(Held):
         """The communicator's."""
         return self.comm.mesh
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The communicator's."""
-        return self.comm.processes
-
     @staticmethod
     def bytes_for(
         *, num_ranks: int, max_tokens: int, hidden: int, dtype: Any = jnp.bfloat16
@@ -272,6 +267,7 @@ class LowLatencyBuffer(Held):
                 self.id,
                 comm._groups,
                 self.size_bytes,
+                mesh_places=comm._mesh_places,
                 num_sms=comm._num_sms,
                 timeout_s=comm.timeout_s,
                 warn_after_s=comm._warn_after_s,

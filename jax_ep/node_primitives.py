@@ -191,6 +191,7 @@ def _native_rows(op: str, index: int):
             [*ctx.avals_out, *staging],
             comm._node,
             rail=comm._rail.id,
+            slot="rows",
             chunk_rows=chunk_rows,
             in_flight=in_flight,
         )

@@ -13,6 +13,7 @@ import jax
 
 from jax_ep import bootstrap, native
 from jax_ep.bootstrap import CannotWork
+from jax_ep.topology import MeshPlaces
 
 _Groups = list[list[jax.Device]]
 
@@ -21,6 +22,7 @@ def set_up_wire(
     identity: int,
     rails: _Groups,
     *,
+    mesh_places: MeshPlaces,
     node_size: int,
     setup_timeout_s: float,
     timeout_s: float,
@@ -32,6 +34,7 @@ def set_up_wire(
     Args:
       identity: of the entry in the native registry.
       rails: devices by [rail][node], rails of a group one after the other.
+      mesh_places: of all of them.
       node_size: rails of a group.
       setup_timeout_s: how long to wait for the others here.
       timeout_s: and in each transfer.
@@ -62,6 +65,7 @@ def set_up_wire(
             node * node_size + rail % node_size,
             node,
             len(devices),
+            mesh_places[device.id],
             names[rail],
         )
         for rail, devices in enumerate(rails)

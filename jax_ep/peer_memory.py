@@ -18,6 +18,7 @@ from jax_ep.bootstrap import CannotWork
 from jax_ep.gpu_memory import call
 from jax_ep.links import Links, receive_descriptor, send_descriptor
 from jax_ep.reach import Groups, Told
+from jax_ep.topology import MeshPlaces
 
 # kMaxRanks in cc/layout.h: an NVLink domain has up to 72.
 MAX_RANKS = 96
@@ -86,6 +87,7 @@ def set_up_cuda(
     identity: int,
     groups: Groups,
     *,
+    mesh_places: MeshPlaces,
     num_sms: int | None,
     timeout_s: float,
     warn_after_s: float,
@@ -104,7 +106,7 @@ def set_up_cuda(
       CannotWork: the self-test failed, or memory cannot be shared.
       RuntimeError: a call of the driver failed.
     """
-    set_up = SetUp(groups, num_sms or 0, staging_bytes, processes, links)
+    set_up = SetUp(groups, mesh_places, num_sms or 0, staging_bytes, processes, links)
     try:
         set_up.run(num_channels)
         return set_up.hand_over(identity, timeout_s, warn_after_s)
@@ -120,9 +122,10 @@ class SetUp:
       holdings: memory until the native side takes it.
     """
 
-    def __init__(self, groups, num_sms, staging_bytes, processes, links):
+    def __init__(self, groups, mesh_places, num_sms, staging_bytes, processes, links):
         """Begins with nothing but the contexts of this process's GPUs."""
         self.groups: Groups = groups
+        self.mesh_places: MeshPlaces = mesh_places
         self.num_ranks = len(groups[0])
         self.num_sms: int = num_sms
         self.num_channels = 0
@@ -450,6 +453,7 @@ class SetUp:
         return self.module.Place(
             ordinal=device.local_hardware_id,
             rank=rank,
+            mesh=self.mesh_places[device.id],
             control=[self.control[group, r] for r in range(self.num_ranks)],
             same_process=[r for r, d in enumerate(devices) if reach.is_here(d)],
             regions=self._table(group, device) if split else 0,

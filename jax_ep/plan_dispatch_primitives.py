@@ -127,6 +127,7 @@ def _lowering(ctx, *operands, **params):
         ctx.avals_in,
         [*ctx.avals_out, primitives.plan_workspace(comm, num_experts)],
         comm,
+        slot="plan",
         num_experts=num_experts,
         expert_alignment=params["expert_alignment"],
     )

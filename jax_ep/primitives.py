@@ -8,14 +8,16 @@ and each is the other's transpose; the routing operands are integers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import native, xla_backend
@@ -168,22 +170,13 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int], num_routing: int):
 def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
     """Refuses other devices than the communicator's, or another order of them.
 
-    Ranks come from devices; with another order they would not be the positions
-    along the axis that the program sees.
+    As far as one can see here: the mesh may be an abstract one, and JAX may run the
+    program on another mesh of its shape. So every call looks again when it runs
+    (`_position`).
     """
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
-        if AxisType.Manual in getattr(mesh, "axis_types", ()):
-            # mesh= would not help: JAX wants the surrounding mesh, an abstract one.
-            raise ValueError(
-                "jax_ep: a shard_map inside another one does not know the devices of "
-                "its mesh; call the program under jax.set_mesh(comm.mesh)"
-            )
-        raise ValueError(
-            "jax_ep: the surrounding shard_map has an abstract mesh, whose devices "
-            "nobody knows here; give it the communicator's: "
-            "jax.shard_map(..., mesh=comm.mesh) or jax.set_mesh(comm.mesh)"
-        )
+        return
     if not np.array_equal(mesh.devices, comm.mesh.devices):
         raise ValueError(
             "jax_ep: the surrounding shard_map must use the communicator's "
@@ -196,6 +189,38 @@ def _ids(mesh: jax.sharding.Mesh) -> list:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
+def _position() -> tuple[Any, Any]:
+    """This device's position on the program's mesh, u32[], and its abstract value.
+
+    Every axis of the mesh is manual and in the order of the communicator's (checks.py
+    saw to that): then it is what XLA calls the partition's number. XLA makes one of
+    all of a computation's, without a kernel.
+    """
+    aval = jax.core.ShapedArray((), np.dtype(np.uint32))
+    return stablehlo.partition_id(), aval
+
+
+# Call sites of each module that is lowered, by communicator and kind of slot.
+_sites: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Iterator[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _site_number(ctx: mlir.LoweringRuleContext, comm: Communicator, slot: str) -> int:
+    """Which call of `comm` in this module takes a control slot of this kind."""
+    sites = _sites.setdefault(ctx.module_context.module, {})
+    return next(sites.setdefault((comm.id, slot), itertools.count()))
+
+
+def _after_position(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of a call whose operands stand behind the position."""
+    moved = dict(options or {})
+    aliases = moved.get("operand_output_aliases")
+    if aliases is not None:
+        moved["operand_output_aliases"] = {i + 1: out for i, out in aliases.items()}
+    return moved
+
+
 def communicator_call(
     ctx: mlir.LoweringRuleContext,
     target: str,
@@ -204,23 +229,28 @@ def communicator_call(
     avals_out: Sequence[Any],
     comm: Communicator,
     options: Mapping[str, Any] | None = None,
+    slot: Literal["plan", "rows"] | None = None,
     **attributes: int,
 ) -> Sequence[Any]:
-    """A call of `comm`. HLO holds sizes and ids, equal on all processes."""
+    """A call of `comm`, whose first operand is where the program has this device.
+
+    HLO holds sizes and ids, equal on all processes. `slot` is the kind of control
+    slot that a call of its own takes: SlotKind in cc/control_slots.h.
+    """
     _check_devices(ctx, comm)
-    if comm.backend == "cpu":
-        # Sites that share a channel are counted from here on.
-        native.host().begin_program()
-    elif len(comm.processes) > 1:
-        native.cuda().begin_program()
+    # Sites that share a channel or a number are counted from here on.
+    (native.host if comm.backend == "cpu" else native.cuda)().begin_program()
+    if slot is not None:
+        attributes["site"] = _site_number(ctx, comm, slot)
+    position, aval = _position()
     return ffi_call(
         ctx,
         target,
         comm.backend,
-        operands,
-        avals_in,
+        [position, *operands],
+        [aval, *avals_in],
         avals_out,
-        options,
+        _after_position(options),
         comm=comm.id,
         channel=ctx.module_context.new_channel(),
         **attributes,
@@ -260,6 +290,7 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
         ctx.avals_in,
         [*ctx.avals_out, plan_workspace(comm, num_experts)],
         comm,
+        slot="plan",
         num_experts=num_experts,
         expert_alignment=expert_alignment,
     )
@@ -275,7 +306,13 @@ def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
     return communicator_call(
-        ctx, "jax_ep_dispatch", operands, ctx.avals_in, ctx.avals_out, comm
+        ctx,
+        "jax_ep_dispatch",
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        comm,
+        slot="rows",
     )
 
 
@@ -289,7 +326,13 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
         )
         return mlir.lower_fun(xla_combine, multiple_results=True)(ctx, *operands)
     return communicator_call(
-        ctx, "jax_ep_combine", operands, ctx.avals_in, ctx.avals_out, comm
+        ctx,
+        "jax_ep_combine",
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        comm,
+        slot="rows",
     )
 
 

@@ -14,6 +14,7 @@ import jax
 
 from jax_ep import bootstrap, native
 from jax_ep.links import Links, create_shared_memory, exchange_shared_memory
+from jax_ep.topology import MeshPlaces
 
 _DEFAULT_CHANNELS = 2
 
@@ -44,6 +45,7 @@ def set_up_host(
     identity: int,
     groups: list[list[jax.Device]],
     *,
+    mesh_places: MeshPlaces,
     timeout_s: float,
     warn_after_s: float,
     num_channels: int | None,
@@ -57,6 +59,7 @@ def set_up_host(
     Args:
       identity: of the entry in the native registry.
       groups: devices by [group][rank].
+      mesh_places: of all of them.
       timeout_s: as for Communicator.
       warn_after_s: a wait that takes longer says so.
       num_channels: as for Communicator.
@@ -73,7 +76,7 @@ def set_up_host(
     num_channels = num_channels or _DEFAULT_CHANNELS
     me = jax.process_index()
     places = [
-        (device.id, group, rank)
+        (device.id, group, rank, mesh_places[device.id])
         for group, devices in enumerate(groups)
         for rank, device in enumerate(devices)
         if device.process_index == me

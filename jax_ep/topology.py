@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,18 @@ import jax
 from jax_ep import checks
 
 _Groups = list[list[jax.Device]]
+# MeshPlace in cc/mesh_place.h of devices, by their ids.
+MeshPlaces = Mapping[int, tuple[int, int, int]]
+
+
+def mesh_places(mesh: jax.sharding.Mesh, axis_name: str) -> MeshPlaces:
+    """Where the mesh has each device: (position, ranks, positions between ranks)."""
+    axis = mesh.axis_names.index(axis_name)
+    sizes = mesh.devices.shape
+    return {
+        device.id: (position, sizes[axis], math.prod(sizes[axis + 1 :]))
+        for position, device in enumerate(mesh.devices.flat)
+    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +44,6 @@ class Part:
       mesh: the communicator's.
       axis_name: the communicator's.
       num_ranks: ranks of one part.
-      processes: the communicator's.
     """
 
     id: int
@@ -39,7 +51,6 @@ class Part:
     mesh: jax.sharding.Mesh
     axis_name: str
     num_ranks: int
-    processes: tuple[int, ...]
 
     def __repr__(self) -> str:
         return f"Part(id={self.id}, num_ranks={self.num_ranks})"

@@ -12,6 +12,7 @@ from jax_ep.gpu_memory import call
 from jax_ep.links import Links
 from jax_ep.peer_memory import Offers, SetUp, close_files
 from jax_ep.reach import Groups, Told
+from jax_ep.topology import MeshPlaces
 
 
 def free_bytes(groups: Groups) -> int:
@@ -32,6 +33,7 @@ def set_up_windows(
     groups: Groups,
     size: int,
     *,
+    mesh_places: MeshPlaces,
     num_sms: int | None,
     timeout_s: float,
     warn_after_s: float,
@@ -49,7 +51,7 @@ def set_up_windows(
       CannotWork: memory cannot be shared.
       RuntimeError: a call of the driver failed.
     """
-    set_up = _WindowSetUp(groups, size, num_sms, processes, links)
+    set_up = _WindowSetUp(groups, mesh_places, size, num_sms, processes, links)
     try:
         set_up.run(None)
         return set_up.hand_over(identity, timeout_s, warn_after_s).release
@@ -61,8 +63,8 @@ def set_up_windows(
 class _WindowSetUp(SetUp):
     """Control memory of another size, without arenas and staging memory."""
 
-    def __init__(self, groups, size, num_sms, processes, links):
-        super().__init__(groups, num_sms or 0, 0, processes, links)
+    def __init__(self, groups, mesh_places, size, num_sms, processes, links):
+        super().__init__(groups, mesh_places, num_sms or 0, 0, processes, links)
         self.size: int = size
         if num_sms is None:
             # 32 of an H200's 132: no link to fill for long, but much to copy.
@@ -99,6 +101,7 @@ class _WindowSetUp(SetUp):
         return self.module.Place(
             ordinal=device.local_hardware_id,
             rank=rank,
+            mesh=self.mesh_places[device.id],
             control=[self.control[group, r] for r in range(self.num_ranks)],
             same_process=[],
             regions=0,

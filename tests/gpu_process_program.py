@@ -8,6 +8,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -21,10 +22,18 @@ import low_latency_steps
 import numpy as np
 import on_device
 from jax import lax
-from process_program import fails, leave, on_ranks, put, say, there_and_back
+from process_program import (
+    fails,
+    leave,
+    on_other_mesh,
+    on_ranks,
+    put,
+    say,
+    there_and_back,
+)
 
 import jax_ep
-from jax_ep import bootstrap, fabric, gpu_memory
+from jax_ep import bootstrap, fabric, gpu_memory, primitives
 
 TOKENS = 16
 # Of every communicator, in place of its own number.
@@ -477,6 +486,88 @@ def other_operation():
     assert fails(lambda: program(ids, x)) < 15
     flush()
     leave(together=True)
+
+
+def other_mesh():
+    """The program runs on a mesh on which the processes have changed places."""
+    elsewhere, _ = on_other_mesh(communicator(timeout_s=3.0))
+    assert fails(lambda: elsewhere()[0]) < 15
+    flush()
+    leave(together=True)
+
+
+def plans_side_by_side(*, pairs, rounds, mode=None, one_slot=False):
+    """Two plans that do not wait for each other, with others between them.
+
+    Args:
+      pairs: of dispatch and combine between the two: twice as many channels.
+      rounds: runs, each with other experts.
+      mode: how XLA runs a CUDA graph; "CONCURRENT": as branches.
+      one_slot: gives both the same control slot, which no program of this size
+        has: then they must not run at the same time.
+    """
+    tokens, top_k, columns = 2048, 8, 16
+    comm = communicator(timeout_s=8.0)
+    ranks = comm.num_ranks
+    experts = 32 * ranks
+    if one_slot:
+        count = itertools.count(0, 128)
+        primitives._site_number = lambda ctx, comm, slot: next(count)
+
+    def body(a, b, x):
+        first = jax_ep.make_plan(a, comm=comm, num_experts=experts)
+        if pairs:
+            small = jax_ep.make_plan(a[:4], comm=comm, num_experts=experts)
+            x = x[:4]
+            for _ in range(pairs):
+                x = jax_ep.combine(jax_ep.dispatch(x, small), small) / 4
+        second = jax_ep.make_plan(b, comm=comm, num_experts=experts)
+        found = [(p.recv_src, p.recv_topk_idx) for p in (first, second)]
+        return *found, x
+
+    def ids(seed):
+        rng = np.random.default_rng(seed)
+        return rng.permuted(
+            np.tile(np.arange(experts, dtype=np.int32), (ranks * tokens, 1)), axis=1
+        )[:, :top_k]
+
+    def wanted(ids, rank):
+        local = ids - rank * 32
+        local = np.where((local >= 0) & (local < 32), local, -1)
+        coming = np.flatnonzero((local >= 0).any(axis=1))
+        src = np.full(ranks * tokens, -1, np.int32)
+        topk_idx = np.full((ranks * tokens, top_k), -1, np.int32)
+        src[: len(coming)], topk_idx[: len(coming)] = coming, local[coming]
+        return src, topk_idx
+
+    def args(number):
+        x = np.ones((ranks * tokens, columns), np.float32)
+        return [ids(2 * number), ids(2 * number + 1), x]
+
+    lowered = on_ranks(comm, body).lower(*(put(comm, a) for a in args(0)))
+    options = mode and {"xla_gpu_command_buffer_scheduling_mode": mode}
+    program = lowered.compile(compiler_options=options)
+    bootstrap.distributed_client().wait_at_barrier("compiled", 60_000)
+
+    def run():
+        wrong = 0
+        for number in range(rounds):
+            host = args(number)
+            *plans, _ = program(*(put(comm, a) for a in host))
+            for experts_of, found in zip(host, plans):
+                for place, out in enumerate(found):
+                    for shard in out.addressable_shards:
+                        rank = (shard.index[0].start or 0) // (ranks * tokens)
+                        right = wanted(experts_of, rank)[place]
+                        wrong += not np.array_equal(shard.data, right)
+        return wrong
+
+    if one_slot:
+        assert fails(run) < 60
+        flush()
+        leave(together=True)
+    say(json.dumps({"wrong": run()}))
+    comm.close()
 
 
 def other_shapes():

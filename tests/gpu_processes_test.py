@@ -244,3 +244,38 @@ def test_other_sizes_on_one_rank(tmp_path):
         )
         for rank, log in enumerate(logs)
     ), logs
+
+
+@pytest.mark.parametrize("mode", (None, "CONCURRENT"), ids=("default", "concurrent"))
+def test_plans_side_by_side(mode, tmp_path):
+    """Two plans 64 channels apart, as branches of a CUDA graph too."""
+    options = {"pairs": 31, "rounds": 20, "mode": mode}
+    with job(tmp_path, "plans_side_by_side", options=options, variables=SMALL) as both:
+        for log in both.wait(200):
+            assert launch.found(log) == {"wrong": 0}, log
+
+
+def test_two_launches_in_one_control_slot(tmp_path):
+    """Which no two sites of a program have until there are as many as slots."""
+    options = {"pairs": 0, "rounds": 20, "mode": "CONCURRENT", "one_slot": True}
+    with job(tmp_path, "plans_side_by_side", options=options, variables=SMALL) as both:
+        logs = both.wait(120)
+    found = re.findall(
+        r"jax_ep plan \(channel (\d+)\): rank \d found its control slot in use by "
+        r"channel (\d+)",
+        "".join(logs),
+    )
+    assert found, logs
+    assert all(mine != other for mine, other in found)
+
+
+def test_program_on_another_mesh(tmp_path):
+    with job(tmp_path, "other_mesh", variables=SMALL) as both:
+        logs = both.wait(60)
+    found = re.findall(
+        r"jax_ep plan \(channel \d+\): rank (\d) found its device at position (\d) "
+        r"\(rank (\d)\) of the program's mesh, but at position (\d)",
+        "".join(logs),
+    )
+    assert found, logs
+    assert set(found) <= {("0", "1", "1", "0"), ("1", "0", "0", "1")}

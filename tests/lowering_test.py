@@ -155,12 +155,13 @@ class TestNothingElse:
 
     @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
     def test_no_collective_in_hlo(self, check_vma):
-        """Nor do XLA's partitioners add one, or ask for the rank."""
+        """Nor do XLA's partitioners add one; the rank is asked for once for all."""
         f = program(check_vma=check_vma, wrap=gradient)
         hlo = f.lower(*shapes()).compile().as_text()
-        found = [c for c in (*COLLECTIVES, "partition-id") if re.search(c, hlo)]
+        found = [c for c in COLLECTIVES if re.search(c, hlo)]
         assert not found
         assert hlo.count('custom_call_target="jax_ep_') == 5
+        assert len(re.findall(r"= u32\[\]\S* partition-id\(\)", hlo)) == 1
 
     def test_unused_calls_go(self):
         """The calls are pure: XLA drops those whose results nobody reads."""
@@ -231,6 +232,79 @@ class TestAttributes:
         assert len(ours) == 3
         assert theirs
         assert not ours & theirs
+
+
+class TestSites:
+    """The numbers that control slots come from: counted up from 0 in each module."""
+
+    @staticmethod
+    def numbers(text):
+        """The sites of each kind, in the order of the program's text."""
+        found = {}
+        for call in calls(text):
+            target = re.search(r"custom_call @(\w+)", call)[1]
+            kind = "plans" if "plan" in target else "rows"
+            found.setdefault(kind, []).append(int(re.search(r"site = (\d+)", call)[1]))
+        return found
+
+    @platforms
+    def test_count_each_kind(self, lowered_for):
+        def several(body):
+            return lambda x, i: sum(gradient(body)(k * x, i) for k in range(1, 4))
+
+        found = self.numbers(lower(program(wrap=several), lowered_for))
+        assert sorted(found["plans"]) == list(range(3))
+        assert sorted(found["rows"]) == list(range(12))
+
+    @platforms
+    def test_collectives_do_not_count(self, lowered_for):
+        def beside(body):
+            def wrapped(x, i):
+                for _ in range(3):
+                    x = body(x + lax.psum(x, "ep"), i)
+                return x
+
+            return wrapped
+
+        found = self.numbers(lower(program(wrap=beside), lowered_for))
+        assert sorted(found["plans"]) == list(range(3))
+        assert sorted(found["rows"]) == list(range(6))
+
+    @platforms
+    def test_inner_functions_count_with_the_others(self, lowered_for):
+        """Remat, scan and an inner jit, which is lowered once and called twice."""
+
+        def nested(body):
+            def wrapped(x, i):
+                inner = jax.jit(lambda x: body(x, i))
+                x = inner(inner(x)) + body(x, i)
+                again = jax.checkpoint(lambda x: body(jnp.sin(x), i))
+                x, _ = lax.scan(lambda x, _: (again(x), None), x, None, length=2)
+                return x
+
+            return gradient(wrapped)
+
+        text = lower(program(wrap=nested), lowered_for)
+        for sites in self.numbers(text).values():
+            assert sorted(sites) == list(range(len(sites)))
+        assert text == lower(program(wrap=nested), lowered_for)
+
+    @platforms
+    def test_each_communicator_counts_for_itself(self, lowered_for):
+        mesh = layers.mesh({"ep": RANKS})
+        comms = [jax_ep.Communicator(mesh, "ep", backend=NATIVE) for _ in range(2)]
+
+        def body(x, topk_idx):
+            for comm in comms:
+                plan = jax_ep.make_plan(topk_idx, comm=comm, num_experts=EXPERTS)
+                x = jax_ep.dispatch(x, plan)[: x.shape[0]]
+            return x
+
+        f = jax.jit(layers.sharded(body, mesh))
+        found = self.numbers(lower(f, lowered_for))
+        assert found == {"plans": [0, 0], "rows": [0, 0]}
+        for comm in comms:
+            comm.close()
 
 
 class TestSameEverywhere:

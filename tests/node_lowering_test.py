@@ -86,11 +86,11 @@ def test_operands_and_staging(comm):
     text = lower(comm, lambda x, plan: jax_ep.dispatch(x, plan), node_capacity=4)
     (line,) = calls(text)["jax_ep_node_dispatch"]
     capacity = 4 * TOKENS
-    # Routes of T + 4 wire rows, num_recv, arrivals, sends, the leaf; one chunk of
-    # 4 rows of 10 bytes, one in flight, to and fro.
+    # Position, routes of T + 4 wire rows, num_recv, arrivals, sends, the leaf; one
+    # chunk of 4 rows of 10 bytes, one in flight, to and fro.
     assert (
-        f"(tensor<{TOKENS + 4}x2x2xi32>, tensor<i32>, tensor<{capacity}xi32>, "
-        f"tensor<4xi32>, tensor<{TOKENS}x{HIDDEN}xbf16>) -> "
+        f"(tensor<ui32>, tensor<{TOKENS + 4}x2x2xi32>, tensor<i32>, "
+        f"tensor<{capacity}xi32>, tensor<4xi32>, tensor<{TOKENS}x{HIDDEN}xbf16>) -> "
         f"(tensor<{capacity}x{HIDDEN}xbf16>, tensor<80xui8>)"
     ) in line
     assert "chunk_rows = 4 : i64" in line and "in_flight = 1 : i64" in line
@@ -186,7 +186,9 @@ class Peers:
 
 def rails(nodes=2, size=2):
     def device(rank):
-        return types.SimpleNamespace(process_index=0, local_hardware_id=10 + rank)
+        return types.SimpleNamespace(
+            id=rank, process_index=0, local_hardware_id=10 + rank
+        )
 
     return [
         [device(node * size + local) for node in range(nodes)] for local in range(size)
@@ -198,6 +200,7 @@ def set_up(monkeypatch, module, processes=None):
     return node_wire.set_up_wire(
         7,
         rails(),
+        mesh_places={rank: (rank, 4, 1) for rank in range(4)},
         node_size=2,
         setup_timeout_s=3.0,
         timeout_s=5.0,
@@ -214,10 +217,10 @@ def test_rails_are_connected_and_released(monkeypatch, processes):
     assert module.connected == (
         7,
         [
-            (10, 0, 0, 2, one),
-            (12, 2, 1, 2, one),
-            (11, 1, 0, 2, two),
-            (13, 3, 1, 2, two),
+            (10, 0, 0, 2, (0, 4, 1), one),
+            (12, 2, 1, 2, (2, 4, 1), one),
+            (11, 1, 0, 2, (1, 4, 1), two),
+            (13, 3, 1, 2, (3, 4, 1), two),
         ],
         3.0,
         5.0,

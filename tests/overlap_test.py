@@ -495,7 +495,7 @@ class TestLowering:
         text = lower_for_cuda(Halves(harness.BACKENDS[0]))
         for op in ("dispatch", "combine"):
             done = next(line for line in text.splitlines() if f"{op}_done(" in line)
-            assert "operand_index = 3" in done  # behind the routing operands
+            assert "operand_index = 4" in done  # behind position and routing
             start = next(line for line in text.splitlines() if f"{op}_start(" in line)
             for call in (start, done):  # neither moves, nor goes, alone
                 assert "has_side_effect = true" in call

@@ -525,6 +525,46 @@ def other_arguments(axis, staging_bytes):
     leave(together=True)
 
 
+def on_other_mesh(comm):
+    """Runs `there_and_back` on its mesh, and returns what runs it on another one.
+
+    There the first two devices have changed places; JAX does not lower it again.
+    """
+    devices = comm.mesh.devices[[1, 0, *range(2, comm.num_ranks)]]
+    other = jax.sharding.Mesh(devices, ("ep",), axis_types=comm.mesh.axis_types)
+
+    def body(ids, x):
+        plan = jax_ep.make_plan(ids, comm=comm, num_experts=comm.num_ranks)
+        return jax_ep.combine(jax_ep.dispatch(x, plan), plan)
+
+    f = jax.jit(jax.shard_map(body, in_specs=P("ep"), out_specs=P("ep")))
+
+    def run(mesh):
+        args = [
+            jax.make_array_from_callback(
+                a.shape, NamedSharding(mesh, P("ep")), lambda i, a=a: a[i]
+            )
+            for a in host
+        ]
+        with jax.set_mesh(mesh):
+            return f(*args), args[1]
+
+    token = np.arange(comm.num_ranks * TOKENS)
+    ids = np.stack([token, token + 1], -1) % comm.num_ranks
+    host = ids.astype(np.int32), (token[:, None] * 3 + np.arange(5)).astype(np.float32)
+    assert_right(*run(comm.mesh))
+    return lambda: run(other), lambda: assert_right(*run(comm.mesh))
+
+
+def other_mesh():
+    """Only process 0 has devices that stand elsewhere; all hear of them."""
+    with communicator() as comm:
+        elsewhere, again = on_other_mesh(comm)
+        seconds = fails(lambda: elsewhere()[0], "found its device at position")
+        assert seconds < 15
+        again()
+
+
 def never_comes():
     if jax.process_index() == 1:
         time.sleep(100)  # process 0 ends, and JAX ends this one

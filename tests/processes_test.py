@@ -94,6 +94,14 @@ def test_groups_inside_and_across_processes(processes, tmp_path):
     run("two_axes", tmp_path, processes=processes)
 
 
+def test_program_on_another_mesh(tmp_path):
+    logs = run("other_mesh", tmp_path)
+    found = r"rank [01] found its device at position [01] \(rank [01]\) of the"
+    assert re.search(rf"jax_ep plan \(channel \d+\): {found}", logs[0])
+    told = r"heard that ranks 0, 1 \(process 0\) gave up|came after its peers had"
+    assert re.search(rf"rank [23] ({told}).*: .*{found}", logs[1])
+
+
 def test_independent_operations_in_any_order(tmp_path):
     """Every process runs them in an order of its own; rings are tiny."""
     run("many_at_once", tmp_path, 48)

@@ -108,6 +108,8 @@ class Job:
                 devices.append(Gpu(len(devices), number, ordinal))
                 process.arenas[ordinal] = [process.driver.add_arena()]
         self.groups = [[devices[i] for i in g] for g in groups] if groups else [devices]
+        ranks = len(self.groups[0])
+        self.mesh_places = {d.id: (i, ranks, 1) for i, d in enumerate(devices)}
         self._over_hosts = over_hosts
         self._number = next(_numbers)
         self._service = fake_service.Service()
@@ -154,6 +156,7 @@ class Job:
                 9,
                 self.groups,
                 size,
+                mesh_places=self.mesh_places,
                 num_sms=None,
                 timeout_s=5.0,
                 warn_after_s=30.0,
@@ -170,6 +173,7 @@ class Job:
             return peer_memory.set_up_cuda(
                 7,
                 self.groups,
+                mesh_places=self.mesh_places,
                 num_sms=None,
                 timeout_s=timeout_s,
                 warn_after_s=30.0,

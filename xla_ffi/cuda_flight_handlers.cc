@@ -145,10 +145,9 @@ namespace {
 
 ffi::ErrorOr<std::unique_ptr<CudaStartSite>> InstantiateStart(
     ffi::Dictionary attributes) {
-  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site = MakeCallSite(attributes);
+  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site =
+      MakeCallSite(SlotKind::kFlight, attributes);
   if (site.has_error()) return ffi::Unexpected(site.error());
-  // A slot that XLA's streams never use: they go on beside the flight.
-  (*site)->slot = ControlLayout::kFlightSlot;
   auto start = std::make_unique<CudaStartSite>(std::move(**site));
   if (start->status != cudaSuccess) {
     return ffi::Unexpected(Failed("start", start->status));
@@ -270,30 +269,33 @@ ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
 }
 
 ffi::Error DispatchStart(CudaStartSite* start, int32_t ordinal,
-                         cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                         cudaStream_t stream, Position position,
+                         ffi::BufferR3<ffi::S32> routes,
                          ffi::BufferR0<ffi::S32> num_recv,
                          ffi::BufferR1<ffi::S32> recv_src,
                          ffi::RemainingArgs in, ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows =
-      DispatchRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
+  const ffi::ErrorOr<RowParams> rows = DispatchRows(
+      start->site, ordinal, position, {routes, num_recv, recv_src}, in, out);
   if (rows.has_error()) return rows.error();
   return Start(*start, ordinal, stream, *rows, "dispatch_start",
                LaunchDispatch);
 }
 
 ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
-                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        cudaStream_t stream, Position position,
+                        ffi::BufferR3<ffi::S32> routes,
                         ffi::BufferR0<ffi::S32> num_recv,
                         ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                         ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows =
-      CombineRows(start->site, ordinal, {routes, num_recv, recv_src}, in, out);
+  const ffi::ErrorOr<RowParams> rows = CombineRows(
+      start->site, ordinal, position, {routes, num_recv, recv_src}, in, out);
   if (rows.has_error()) return rows.error();
   return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
 }
 
 ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
-                        cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                        cudaStream_t stream, Position /*start has checked it*/,
+                        ffi::BufferR3<ffi::S32> routes,
                         ffi::BufferR0<ffi::S32> num_recv,
                         ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                         ffi::RemainingRets out) {
@@ -302,6 +304,7 @@ ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
 }
 
 ffi::Error CombineDone(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
+                       Position /*start has checked it*/,
                        ffi::BufferR3<ffi::S32> routes,
                        ffi::BufferR0<ffi::S32> num_recv,
                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,

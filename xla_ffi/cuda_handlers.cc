@@ -111,7 +111,8 @@ bool IsExported(const CudaCallSite& site, int32_t ordinal, const void* buffer,
 
 }  // namespace
 
-ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
+ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal,
+                                    const Position& position) {
   num_handler_calls.fetch_add(1, std::memory_order_relaxed);
   // XLA's ordinal among the GPUs that this process sees, as set-up has it from
   // JAX's local_hardware_id.
@@ -123,7 +124,8 @@ ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site, int32_t ordinal) {
   return Operation{.view = view->second,
                    .slot = site.slot,
                    .channel = site.channel,
-                   .tag = 0};
+                   .tag = 0,
+                   .position = position.typed_data()};
 }
 
 namespace {
@@ -191,7 +193,7 @@ Tag PlanTag(const CudaCallSite& site, const char* op,
 }
 
 ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                ffi::BufferR2<ffi::S32> topk_idx,
+                Position position, ffi::BufferR2<ffi::S32> topk_idx,
                 ffi::ResultBufferR3<ffi::S32> routes,
                 ffi::ResultBufferR0<ffi::S32> num_recv,
                 ffi::ResultBufferR0<ffi::S32> num_demand,
@@ -203,7 +205,7 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                 ffi::ResultBufferR1<ffi::S32> group_sizes,
                 ffi::ResultBufferR1<ffi::S32> workspace,
                 ffi::Dictionary attributes) {
-  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal);
+  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal, position);
   if (op.has_error()) return op.error();
   ffi::ErrorOr<PlanParams> params =
       PlanOf(*op, topk_idx,
@@ -225,11 +227,11 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
 // What dispatch and combine share; `capacity_is_out` says on which side the
 // receive buffer stands.
 ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
-                             const Routing& routing,
+                             const Position& position, const Routing& routing,
                              const ffi::RemainingArgs& in,
                              const ffi::RemainingRets& out,
                              bool capacity_is_out) {
-  const ffi::ErrorOr<Operation> op = OperationOn(site, ordinal);
+  const ffi::ErrorOr<Operation> op = OperationOn(site, ordinal, position);
   if (op.has_error()) return ffi::Unexpected(op.error());
   if (in.size() > kMaxLeaves) {
     return ffi::Unexpected(Invalid("jax_ep: too many leaves in one call"));
@@ -269,31 +271,31 @@ ffi::ErrorOr<RowParams> Rows(const CudaCallSite& site, int32_t ordinal,
 }
 
 ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                    ffi::BufferR3<ffi::S32> routes,
+                    Position position, ffi::BufferR3<ffi::S32> routes,
                     ffi::BufferR0<ffi::S32> num_recv,
                     ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                     ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> params =
-      DispatchRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
+  const ffi::ErrorOr<RowParams> params = DispatchRows(
+      *site, ordinal, position, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
   return Launched("dispatch", LaunchDispatch(*params, stream));
 }
 
 ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                   ffi::BufferR3<ffi::S32> routes,
+                   Position position, ffi::BufferR3<ffi::S32> routes,
                    ffi::BufferR0<ffi::S32> num_recv,
                    ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
                    ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> params =
-      CombineRows(*site, ordinal, {routes, num_recv, recv_src}, in, out);
+  const ffi::ErrorOr<RowParams> params = CombineRows(
+      *site, ordinal, position, {routes, num_recv, recv_src}, in, out);
   if (params.has_error()) return params.error();
   return Launched("combine", LaunchCombine(*params, stream));
 }
 
 // Results: those of a plan, N leaves [C, ...], the plan's workspace.
 ffi::Error PlanDispatch(CudaCallSite* site, int32_t ordinal,
-                        cudaStream_t stream, ffi::BufferR2<ffi::S32> topk_idx,
-                        ffi::RemainingArgs in,
+                        cudaStream_t stream, Position position,
+                        ffi::BufferR2<ffi::S32> topk_idx, ffi::RemainingArgs in,
                         ffi::ResultBufferR3<ffi::S32> routes,
                         ffi::ResultBufferR0<ffi::S32> num_recv,
                         ffi::ResultBufferR0<ffi::S32> num_demand,
@@ -307,8 +309,8 @@ ffi::Error PlanDispatch(CudaCallSite* site, int32_t ordinal,
   if (in.size() < 1 || out.size() != in.size() + 1) {
     return Invalid("jax_ep plan_dispatch: as many leaves must come as go");
   }
-  const ffi::ErrorOr<RowParams> rows =
-      DispatchRows(*site, ordinal, {*routes, *num_recv, *recv_src}, in, out);
+  const ffi::ErrorOr<RowParams> rows = DispatchRows(
+      *site, ordinal, position, {*routes, *num_recv, *recv_src}, in, out);
   if (rows.has_error()) return rows.error();
   void* const workspace = (**out.get<ffi::AnyBuffer>(in.size())).untyped_data();
   const ffi::ErrorOr<PlanParams> plan =
@@ -327,13 +329,14 @@ ffi::Error PlanDispatch(CudaCallSite* site, int32_t ordinal,
 // Operands: N leaves [T, ...]. Results: G leaves [S, ...] and N - G leaves
 // [C, ...]; then scratch, [C, ...] for each of the first G and the workspace.
 ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
-                           cudaStream_t stream, ffi::BufferR3<ffi::S32> routes,
+                           cudaStream_t stream, Position position,
+                           ffi::BufferR3<ffi::S32> routes,
                            ffi::BufferR1<ffi::S32> recv_counts,
                            ffi::BufferR1<ffi::S32> recv_src,
                            ffi::BufferR2<ffi::S32> expert_rows,
                            ffi::BufferR2<ffi::S32> empty_ranges,
                            ffi::RemainingArgs in, ffi::RemainingRets out) {
-  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal);
+  const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal, position);
   if (op.has_error()) return op.error();
   const size_t leaves = in.size();
   if (leaves >= kMaxLeaves || out.size() <= leaves ||
@@ -385,25 +388,20 @@ ffi::Error DispatchPermute(CudaCallSite* site, int32_t ordinal,
 }  // namespace
 
 ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
-    ffi::Dictionary attributes) {
+    SlotKind kind, ffi::Dictionary attributes) {
   const auto read = ReadSite<CudaCommunicator>(attributes, "cuda");
   if (read.has_error()) return ffi::Unexpected(read.error());
-  const std::shared_ptr<CudaCommunicator>& communicator = read->communicator;
+  int64_t number = 0;
+  if (IsNumbered(kind)) {
+    const ffi::ErrorOr<int64_t> found = attributes.get<int64_t>("site");
+    if (found.has_error()) return ffi::Unexpected(found.error());
+    number = *found;
+  }
   const auto channel = static_cast<uint32_t>(read->channel);
-  // Only a plan says how many experts there are.
-  const bool plans = attributes.contains("num_experts");
-  const ControlSlots::Kind& kind =
-      plans ? ControlSlots::kPlans : ControlSlots::kOthers;
-  std::atomic<uint32_t>& sites =
-      plans ? communicator->num_plan_sites : communicator->num_other_sites;
-  const ControlSlots::Site site =
-      communicator->has_other_processes
-          ? communicator->slots.Take(kind, channel)
-          : ControlSlots::Site{
-                .slot = kind.first + static_cast<int32_t>(sites++ % kind.count),
-                .instance = 0};
+  const ControlSlots::Site site = read->communicator->slots.Take(
+      kind, static_cast<uint32_t>(number), channel);
   return std::make_unique<CudaCallSite>(CudaCallSite{
-      .communicator = communicator,
+      .communicator = read->communicator,
       .slot = site.slot,
       .channel = channel,
       .instance = site.instance,
@@ -411,18 +409,21 @@ ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
 }
 
 ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site, int32_t ordinal,
+                                     const Position& position,
                                      const Routing& routing,
                                      const ffi::RemainingArgs& in,
                                      const ffi::RemainingRets& out) {
-  return Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/true);
+  return Rows(site, ordinal, position, routing, in, out,
+              /*capacity_is_out=*/true);
 }
 
 ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site, int32_t ordinal,
+                                    const Position& position,
                                     const Routing& routing,
                                     const ffi::RemainingArgs& in,
                                     const ffi::RemainingRets& out) {
-  ffi::ErrorOr<RowParams> params =
-      Rows(site, ordinal, routing, in, out, /*capacity_is_out=*/false);
+  ffi::ErrorOr<RowParams> params = Rows(site, ordinal, position, routing, in,
+                                        out, /*capacity_is_out=*/false);
   if (params.has_error()) return params;
   for (int32_t i = 0; i < params->num_leaves; ++i) {
     if (params->leaves[i].element == Element::kNone) {
@@ -437,14 +438,25 @@ int64_t NumHandlerCalls() {
   return num_handler_calls.load(std::memory_order_relaxed);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpInstantiate, MakeCallSite,
-                              ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpPlanInstantiate,
+    [](ffi::Dictionary attributes) {
+      return MakeCallSite(SlotKind::kPlan, attributes);
+    },
+    ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpRowsInstantiate,
+    [](ffi::Dictionary attributes) {
+      return MakeCallSite(SlotKind::kRows, attributes);
+    },
+    ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     EpPlan, Plan,
     ffi::Ffi::Bind()
         .Ctx<ffi::State<CudaCallSite>>()
         .Ctx<ffi::DeviceOrdinal>()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<Position>()
         .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
         .Ret<ffi::BufferR3<ffi::S32>>()   // routes
         .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
@@ -468,6 +480,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ctx<ffi::State<CudaCallSite>>()
         .Ctx<ffi::DeviceOrdinal>()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<Position>()
         .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
         .RemainingArgs()
         .Ret<ffi::BufferR3<ffi::S32>>()   // routes
@@ -488,6 +501,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ctx<ffi::State<CudaCallSite>>()
         .Ctx<ffi::DeviceOrdinal>()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<Position>()
         .Arg<ffi::BufferR3<ffi::S32>>()  // routes
         .Arg<ffi::BufferR1<ffi::S32>>()  // recv_counts
         .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src

@@ -4,7 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -47,21 +46,13 @@ struct CudaCommunicator {
   // numbers of its tables (cc/wait_notes.h).
   WaitNote* notes = nullptr;
   std::vector<int64_t> note_tables;
-  // Slots of call sites: in one process every site is the same object for all
-  // ranks, so they are dealt out; otherwise processes have to agree.
-  std::atomic<uint32_t> num_plan_sites{0};
-  std::atomic<uint32_t> num_other_sites{0};
   ControlSlots slots;
   // Made by the first start or done of an operation in two halves.
   std::mutex flights_mutex;
   std::shared_ptr<CudaFlights> flights;
 };
 
-// State of one call site, shared by the local devices. Its control slot is its
-// own: sites of one program may run at the same time, as branches of a CUDA
-// graph. Sites that share a slot, because there are more than there are slots
-// or because they belong to programs of several processes, must not run at the
-// same time. Starts of flights share one that no other site has.
+// State of one call site, shared by the local devices.
 struct CudaCallSite {
   static xla::ffi::TypeId id;
 
@@ -73,6 +64,9 @@ struct CudaCallSite {
 
 extern const XLA_FFI_TypeInfo kCudaCallSiteInfo;
 
+// Of this device on the program's mesh; the first operand of every call.
+using Position = xla::ffi::BufferR0<xla::ffi::U32>;
+
 // What dispatch and combine know of a plan.
 struct Routing {
   const xla::ffi::BufferR3<xla::ffi::S32>& routes;
@@ -80,7 +74,8 @@ struct Routing {
   const xla::ffi::BufferR1<xla::ffi::S32>& recv_src;
 };
 
-// What dispatch, combine and their halves bind: the routing, then the leaves.
+// What dispatch, combine and their halves bind: the position, the routing, then
+// the leaves.
 // `Site` is the state of the call site.
 template <typename Site>
 auto BindRows() {
@@ -89,6 +84,7 @@ auto BindRows() {
       .Ctx<ffi::State<Site>>()
       .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<Position>()
       .template Arg<ffi::BufferR3<ffi::S32>>()  // routes
       .template Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
       .template Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
@@ -100,16 +96,19 @@ auto BindRows() {
 // of a new call site, and what the kernels get. Results after the leaves are
 // not looked at.
 xla::ffi::ErrorOr<Operation> OperationOn(const CudaCallSite& site,
-                                         int32_t ordinal);
+                                         int32_t ordinal,
+                                         const Position& position);
 xla::ffi::ErrorOr<std::unique_ptr<CudaCallSite>> MakeCallSite(
-    xla::ffi::Dictionary attributes);
+    SlotKind kind, xla::ffi::Dictionary attributes);
 xla::ffi::ErrorOr<RowParams> DispatchRows(const CudaCallSite& site,
                                           int32_t ordinal,
+                                          const Position& position,
                                           const Routing& routing,
                                           const xla::ffi::RemainingArgs& in,
                                           const xla::ffi::RemainingRets& out);
 xla::ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site,
                                          int32_t ordinal,
+                                         const Position& position,
                                          const Routing& routing,
                                          const xla::ffi::RemainingArgs& in,
                                          const xla::ffi::RemainingRets& out);
@@ -118,7 +117,8 @@ xla::ffi::ErrorOr<RowParams> CombineRows(const CudaCallSite& site,
 // the kernels without them, which is how tests see that it was replayed.
 int64_t NumHandlerCalls();
 
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpPlanInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpRowsInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpPlan);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpPlanDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatch);

@@ -35,10 +35,11 @@ uint32_t TagOf(const CudaCallSite& site, const LowLatencyParams& params,
 
 // `hidden` and `element` are those of x or y.
 ffi::ErrorOr<LowLatencyParams> Params(const CudaCallSite& site, int32_t ordinal,
+                                      const Position& position,
                                       const LowLatencyAttributes& attributes,
                                       const ffi::AnyBuffer& topk_idx,
                                       const ffi::AnyBuffer& rows) {
-  const ffi::ErrorOr<Operation> op = OperationOn(site, ordinal);
+  const ffi::ErrorOr<Operation> op = OperationOn(site, ordinal, position);
   if (op.has_error()) return ffi::Unexpected(op.error());
   const Element element = ElementOf(rows.element_type());
   if (element == Element::kNone || element == Element::kF64) {
@@ -74,14 +75,14 @@ ffi::Error Launched(const char* op, cudaError_t status) {
 // Operands: topk_idx, weights where there are any, x. Results: rows, scales
 // where it quantises, counts by expert, places, weights.
 ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                    ffi::RemainingArgs in, ffi::RemainingRets out,
-                    ffi::Dictionary dictionary) {
+                    Position position, ffi::RemainingArgs in,
+                    ffi::RemainingRets out, ffi::Dictionary dictionary) {
   const auto attributes = LowLatencyAttributes::Read(dictionary);
   if (attributes.has_error()) return attributes.error();
   const size_t weighted = attributes->weighted != 0 ? 1 : 0;
   const ffi::AnyBuffer x = *in.get<ffi::AnyBuffer>(1 + weighted);
-  ffi::ErrorOr<LowLatencyParams> base =
-      Params(*site, ordinal, *attributes, *in.get<ffi::AnyBuffer>(0), x);
+  ffi::ErrorOr<LowLatencyParams> base = Params(
+      *site, ordinal, position, *attributes, *in.get<ffi::AnyBuffer>(0), x);
   if (base.has_error()) return base.error();
   LowLatencyDispatchParams params = {.base = *base};
   params.quantize = attributes->quantize != 0;
@@ -104,14 +105,14 @@ ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
 
 // Operands: topk_idx, weights by expert, places, y. Result: [T, H].
 ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
-                   ffi::RemainingArgs in, ffi::RemainingRets out,
-                   ffi::Dictionary dictionary) {
+                   Position position, ffi::RemainingArgs in,
+                   ffi::RemainingRets out, ffi::Dictionary dictionary) {
   const auto attributes = LowLatencyAttributes::Read(dictionary);
   if (attributes.has_error()) return attributes.error();
   const size_t weighted = attributes->weighted != 0 ? 1 : 0;
   const ffi::AnyBuffer y = *in.get<ffi::AnyBuffer>(2 + weighted);
-  ffi::ErrorOr<LowLatencyParams> base =
-      Params(*site, ordinal, *attributes, *in.get<ffi::AnyBuffer>(0), y);
+  ffi::ErrorOr<LowLatencyParams> base = Params(
+      *site, ordinal, position, *attributes, *in.get<ffi::AnyBuffer>(0), y);
   if (base.has_error()) return base.error();
   LowLatencyCombineParams params = {.base = *base};
   params.y = static_cast<const std::byte*>(y.untyped_data());
@@ -131,6 +132,7 @@ auto BindAll() {
       .Ctx<ffi::State<CudaCallSite>>()
       .Ctx<ffi::DeviceOrdinal>()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<Position>()
       .RemainingArgs()
       .RemainingRets()
       .Attrs();
@@ -138,6 +140,12 @@ auto BindAll() {
 
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    EpLowLatencyInstantiate,
+    [](ffi::Dictionary attributes) {
+      return MakeCallSite(SlotKind::kNone, attributes);
+    },
+    ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyDispatch, Dispatch, BindAll(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyCombine, Combine, BindAll(),

@@ -8,6 +8,7 @@
 
 namespace jax_ep {
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(EpLowLatencyCombine);
 

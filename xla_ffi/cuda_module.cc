@@ -15,6 +15,7 @@
 #include "cc/control_slots.h"
 #include "cc/current_device.h"
 #include "cc/layout.h"
+#include "cc/mesh_place.h"
 #include "cc/nccl.h"
 #include "cc/nccl_wire.h"
 #include "cc/peer_view.h"
@@ -42,10 +43,10 @@ namespace nb = nanobind;
 
 nb::dict Handlers() {
   nb::dict handlers;
-  handlers["jax_ep_plan"] = Handler(EpInstantiate, EpPlan);
-  handlers["jax_ep_plan_dispatch"] = Handler(EpInstantiate, EpPlanDispatch);
-  handlers["jax_ep_dispatch"] = Handler(EpInstantiate, EpDispatch);
-  handlers["jax_ep_combine"] = Handler(EpInstantiate, EpCombine);
+  handlers["jax_ep_plan"] = Handler(EpPlanInstantiate, EpPlan);
+  handlers["jax_ep_plan_dispatch"] = Handler(EpPlanInstantiate, EpPlanDispatch);
+  handlers["jax_ep_dispatch"] = Handler(EpRowsInstantiate, EpDispatch);
+  handlers["jax_ep_combine"] = Handler(EpRowsInstantiate, EpCombine);
   handlers["jax_ep_dispatch_start"] =
       Handler(EpStartInstantiate, EpDispatchStart);
   handlers["jax_ep_dispatch_done"] = Handler(EpDoneInstantiate, EpDispatchDone);
@@ -53,11 +54,11 @@ nb::dict Handlers() {
       Handler(EpStartInstantiate, EpCombineStart);
   handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
   handlers["jax_ep_dispatch_permute"] =
-      Handler(EpInstantiate, EpDispatchPermute);
+      Handler(EpRowsInstantiate, EpDispatchPermute);
   handlers["jax_ep_low_latency_dispatch"] =
-      Handler(EpInstantiate, EpLowLatencyDispatch);
+      Handler(EpLowLatencyInstantiate, EpLowLatencyDispatch);
   handlers["jax_ep_low_latency_combine"] =
-      Handler(EpInstantiate, EpLowLatencyCombine);
+      Handler(EpLowLatencyInstantiate, EpLowLatencyCombine);
   handlers["jax_ep_node_dispatch"] = Handler(EpNodeInstantiate, EpNodeDispatch);
   handlers["jax_ep_node_combine"] = Handler(EpNodeInstantiate, EpNodeCombine);
   handlers["jax_ep_node_exchange"] = Handler(EpRailInstantiate, EpNodeExchange);
@@ -89,6 +90,13 @@ int32_t NumSms(int32_t ordinal, int32_t asked_for) {
   return std::max(1, count * 2 / 11);
 }
 
+// MeshPlace: (position, num_ranks, stride).
+using Mesh = std::tuple<uint32_t, uint32_t, uint32_t>;
+
+MeshPlace MeshPlaceOf(const Mesh& mesh) {
+  return {std::get<0>(mesh), std::get<1>(mesh), std::get<2>(mesh)};
+}
+
 // Set-up writes tables of regions from Python.
 static_assert(sizeof(Region) == 3 * sizeof(uint64_t));
 
@@ -102,6 +110,7 @@ using Range = std::pair<uint64_t, uint64_t>;
 struct Place {
   int32_t ordinal;
   int32_t rank;
+  Mesh mesh;
   std::vector<uint64_t> control;
   std::vector<int32_t> same_process;
   uint64_t regions;
@@ -137,6 +146,7 @@ PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
   view.timeout_ns = static_cast<uint64_t>(from.timeout_s * 1e9);
   view.warn_ns =
       std::min(view.timeout_ns, static_cast<uint64_t>(from.warn_after_s * 1e9));
+  view.mesh = MeshPlaceOf(place.mesh);
   for (int32_t peer = 0; peer < from.num_ranks; ++peer) {
     view.control[peer] = reinterpret_cast<std::byte*>(place.control[peer]);
   }
@@ -250,16 +260,18 @@ nb::bytes NewRail() {
   return nb::bytes(id.bytes, sizeof(id.bytes));
 }
 
-// (ordinal, rank, node, number of nodes, name of the rail)
-using RailPlace = std::tuple<int32_t, int32_t, int32_t, int32_t, nb::bytes>;
+// (ordinal, rank, node, number of nodes, its place on the mesh, name of the
+// rail)
+using RailPlace =
+    std::tuple<int32_t, int32_t, int32_t, int32_t, Mesh, nb::bytes>;
 
 // Blocks until every rank of the rails has come. What went wrong, else "".
 std::string ConnectRails(int64_t id, const std::vector<RailPlace>& from,
                          double setup_timeout_s, double timeout_s,
                          double warn_after_s) {
   std::vector<WirePlace> places;
-  for (const auto& [ordinal, rank, node, num_nodes, name] : from) {
-    WirePlace place = {ordinal, rank, node, num_nodes, {}};
+  for (const auto& [ordinal, rank, node, num_nodes, mesh, name] : from) {
+    WirePlace place = {ordinal, rank, node, num_nodes, MeshPlaceOf(mesh), {}};
     if (name.size() != sizeof(place.id.bytes)) {
       throw std::invalid_argument("jax_ep: not the name of a rail");
     }
@@ -291,10 +303,11 @@ NB_MODULE(_cuda, m) {
   m.def("num_sms", &NumSms, nb::arg("ordinal"), nb::arg("asked_for"));
   m.def("begin_program", &ControlSlots::BeginProgram);
   nb::class_<Place>(m, "Place")
-      .def(nb::init<int32_t, int32_t, std::vector<uint64_t>,
+      .def(nb::init<int32_t, int32_t, Mesh, std::vector<uint64_t>,
                     std::vector<int32_t>, uint64_t, std::vector<Range>>(),
-           nb::arg("ordinal"), nb::arg("rank"), nb::arg("control"),
-           nb::arg("same_process"), nb::arg("regions"), nb::arg("exported"));
+           nb::arg("ordinal"), nb::arg("rank"), nb::arg("mesh"),
+           nb::arg("control"), nb::arg("same_process"), nb::arg("regions"),
+           nb::arg("exported"));
   nb::class_<CommunicatorArguments>(m, "CommunicatorArguments")
       .def(nb::init<int32_t, int32_t, double, double, int32_t, int64_t,
                     std::vector<Place>, bool, std::vector<Range>,

@@ -35,7 +35,8 @@ ffi::ErrorOr<std::unique_ptr<CudaNodeSite>> InstantiateNode(
     ffi::Dictionary attributes) {
   const auto rail = attributes.get<int64_t>("rail");
   if (rail.has_error()) return ffi::Unexpected(rail.error());
-  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site = MakeCallSite(attributes);
+  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site =
+      MakeCallSite(SlotKind::kRows, attributes);
   if (site.has_error()) return ffi::Unexpected(site.error());
   std::shared_ptr<NcclRails> rails = Registry<NcclRails>::Get().Find(*rail);
   if (rails == nullptr) {
@@ -93,15 +94,15 @@ ffi::Error Complete(NodeRows& params, const NcclWire& wire,
 }
 
 ffi::Error Dispatch(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
-                    ffi::BufferR3<ffi::S32> routes,
+                    Position position, ffi::BufferR3<ffi::S32> routes,
                     ffi::BufferR0<ffi::S32> num_recv,
                     ffi::BufferR1<ffi::S32> arrivals,
                     ffi::BufferR1<ffi::S32> sends, ffi::RemainingArgs in,
                     ffi::RemainingRets out, ffi::Dictionary attributes) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows =
-      DispatchRows(site->site, ordinal, {routes, num_recv, arrivals}, in, out);
+  const ffi::ErrorOr<RowParams> rows = DispatchRows(
+      site->site, ordinal, position, {routes, num_recv, arrivals}, in, out);
   if (rows.has_error()) return rows.error();
   NodeRows params = {};
   params.rows = *rows;
@@ -117,15 +118,15 @@ ffi::Error Dispatch(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
 }
 
 ffi::Error Combine(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
-                   ffi::BufferR3<ffi::S32> routes,
+                   Position position, ffi::BufferR3<ffi::S32> routes,
                    ffi::BufferR0<ffi::S32> num_recv,
                    ffi::BufferR1<ffi::S32> arrivals,
                    ffi::BufferR2<ffi::S32> places, ffi::RemainingArgs in,
                    ffi::RemainingRets out, ffi::Dictionary attributes) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows =
-      CombineRows(site->site, ordinal, {routes, num_recv, arrivals}, in, out);
+  const ffi::ErrorOr<RowParams> rows = CombineRows(
+      site->site, ordinal, position, {routes, num_recv, arrivals}, in, out);
   if (rows.has_error()) return rows.error();
   NodeRows params = {};
   params.rows = *rows;
@@ -141,19 +142,25 @@ ffi::Error Combine(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
 }
 
 ffi::Error Exchange(CudaRailSite* site, int32_t ordinal, cudaStream_t stream,
-                    ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out) {
+                    Position position, ffi::AnyBuffer in,
+                    ffi::Result<ffi::AnyBuffer> out) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
   const WirePlace& place = (*wire)->place();
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
   (*wire)->Begin("node_exchange", site->channel);
-  return Enqueued(
-      "node_exchange",
-      NodeExchange(
-          static_cast<const std::byte*>(in.untyped_data()),
-          static_cast<std::byte*>(out->untyped_data()),
-          static_cast<int64_t>(in.size_bytes()) / (place.num_nodes - 1),
-          place.node, place.num_nodes, **wire, (*wire)->events(), stream));
+  return Enqueued("node_exchange",
+                  NodeExchange(static_cast<const std::byte*>(in.untyped_data()),
+                               static_cast<std::byte*>(out->untyped_data()),
+                               static_cast<int64_t>(in.size_bytes()) /
+                                   (place.num_nodes - 1),
+                               place.node, place.num_nodes,
+                               {.position = position.typed_data(),
+                                .mesh = place.mesh,
+                                .channel = static_cast<uint32_t>(site->channel),
+                                .rank = place.rank,
+                                .exchanges = true},
+                               **wire, (*wire)->events(), stream));
 }
 
 // As BindRows(), with one more routing operand and attributes.
@@ -163,6 +170,7 @@ auto BindNodeRows() {
       .Ctx<ffi::State<CudaNodeSite>>()
       .Ctx<ffi::DeviceOrdinal>()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<Position>()
       .Arg<ffi::BufferR3<ffi::S32>>()  // routes
       .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
       .Arg<ffi::BufferR1<ffi::S32>>()  // arrivals
@@ -187,6 +195,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EpNodeExchange, Exchange,
                                   .Ctx<ffi::State<CudaRailSite>>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Position>()
                                   .Arg<ffi::AnyBuffer>()    // rows
                                   .Ret<ffi::AnyBuffer>());  // rows
 

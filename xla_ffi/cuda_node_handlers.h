@@ -6,6 +6,7 @@
 #ifndef JAX_EP_XLA_FFI_CUDA_NODE_HANDLERS_H_
 #define JAX_EP_XLA_FFI_CUDA_NODE_HANDLERS_H_
 
+#include <cstdint>
 #include <memory>
 
 #include "cc/nccl_wire.h"

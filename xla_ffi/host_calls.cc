@@ -37,8 +37,25 @@ ffi::Future Failed(const std::string& message) {
   return future;
 }
 
+namespace {
+
+// Why the rank refuses to take part, "" where it does not.
+std::string WhyRefuse(const MeshPlace& mesh, uint32_t found) {
+  if (found == mesh.position) return "";
+  const auto place = [&](uint32_t position) {
+    return "position " + std::to_string(position) + " (rank " +
+           std::to_string(mesh.RankAt(position)) + ")";
+  };
+  return "found its device at " + place(found) +
+         " of the program's mesh, but at " + place(mesh.position) +
+         " of the communicator's; call the program under "
+         "jax.set_mesh(comm.mesh), or make a communicator of its mesh";
+}
+
+}  // namespace
+
 ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                 std::shared_ptr<void> arrival,
+                 const Position& position, std::shared_ptr<void> arrival,
                  const std::function<void(const Met&)>& work) {
   const auto place = site->communicator->places.find(ordinal);
   if (place == site->communicator->places.end()) {
@@ -56,9 +73,14 @@ ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
           promise->SetError(
               ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error));
         }
-      });
-  if (meeting != nullptr) {
-    work({site, run.run_id, place->second.group, std::move(meeting)});
+      },
+      WhyRefuse(place->second.mesh, *position.typed_data()));
+  if (meeting == nullptr) return future;
+  const Met met = {site, run.run_id, place->second.group, std::move(meeting)};
+  if (met.local() && !met.meeting->refusal().empty()) {
+    met.meeting->Finish(/*on_last_ranks_thread=*/true);
+  } else {
+    work(met);
   }
   return future;
 }
@@ -82,6 +104,7 @@ void Post(const Met& met, const cpu::CallShape& shape,
   call.shape = shape;
   call.places = met.comm().group_places[met.group];
   call.deadline = met.meeting->deadline();
+  call.refusal = met.meeting->refusal();
   call.shares = std::move(shares);
   call.warn = [meeting = met.meeting](const std::string& what) {
     meeting->Warn(what);

@@ -34,10 +34,15 @@ struct Met {
   bool local() const { return comm().IsLocal(group); }
 };
 
+// Of this device on the program's mesh; the first operand of every call.
+using Position = xla::ffi::BufferR0<xla::ffi::U32>;
+
 // Enters this device's rank with `arrival`; `work` runs on the last rank's
-// thread, and ends in the meeting's Finish().
+// thread, and ends in the meeting's Finish(). Where a rank refuses, because its
+// device stands elsewhere on the program's mesh, nothing is written: without
+// other processes `work` does not run, else it ends in Post().
 xla::ffi::Future Meet(HostCallSite* site, xla::ffi::RunId run, int32_t ordinal,
-                      std::shared_ptr<void> arrival,
+                      const Position& position, std::shared_ptr<void> arrival,
                       const std::function<void(const Met&)>& work);
 
 // Buffers by rank; ranks of other processes have none.
@@ -51,7 +56,8 @@ std::vector<T> Arrivals(const Met& met) {
   return result;
 }
 
-// Lets other processes take part in a call whose ranks here have met.
+// Lets other processes take part in a call whose ranks here have met, or tells
+// them why one of these refuses.
 void Post(const Met& met, const cpu::CallShape& shape,
           std::vector<std::unique_ptr<cpu::Move>> shares,
           std::function<void(const std::string& error)> done);

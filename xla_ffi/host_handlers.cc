@@ -164,12 +164,14 @@ void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
   std::vector<cpu::RowBuffers> ranks = Arrivals<cpu::RowBuffers>(met);
   PostRows(met, cpu::Op::kDispatch, sizes, ranks, cpu::MakeDispatchMove,
            [halves](const std::string& error) { halves->End(error); });
+  if (!met.meeting->refusal().empty()) return halves->End("");
   RunParts(met.meeting->ranks(), std::move(ranks), sizes, cpu::Dispatch,
            threads, [halves](bool) { halves->End(""); });
 }
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                     ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
+                     ffi::ThreadPool threads, Position position,
+                     ffi::BufferR3<ffi::S32> routes,
                      ffi::BufferR0<ffi::S32> num_recv,
                      ffi::BufferR1<ffi::S32> /*recv_src*/,
                      ffi::RemainingArgs in, ffi::RemainingRets out) {
@@ -182,17 +184,19 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
       cpu::RowBuffers{.routes = routes.typed_data(),
                       .num_recv = num_recv.typed_data(),
                       .leaves = Leaves(in, out, /*capacity_is_out=*/true)});
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (met.local()) {
-      RunRows(met, sizes, cpu::Dispatch, threads);
-    } else {
-      DispatchBetweenProcesses(met, sizes, threads);
-    }
-  });
+  return Meet(site, run, ordinal, position, std::move(buffers),
+              [&](const Met& met) {
+                if (met.local()) {
+                  RunRows(met, sizes, cpu::Dispatch, threads);
+                } else {
+                  DispatchBetweenProcesses(met, sizes, threads);
+                }
+              });
 }
 
 ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                    ffi::ThreadPool threads, ffi::BufferR3<ffi::S32> routes,
+                    ffi::ThreadPool threads, Position position,
+                    ffi::BufferR3<ffi::S32> routes,
                     ffi::BufferR0<ffi::S32> /*num_recv*/,
                     ffi::BufferR1<ffi::S32> /*recv_src*/, ffi::RemainingArgs in,
                     ffi::RemainingRets out) {
@@ -210,25 +214,27 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
       return Failed("jax_ep combine: a leaf's dtype cannot be summed");
     }
   }
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (met.local()) {
-      return RunRows(met, sizes, cpu::Combine, threads);
-    }
-    PostRows(met, cpu::Op::kCombine, sizes, Arrivals<cpu::RowBuffers>(met),
-             cpu::MakeCombineMove,
-             [meeting = met.meeting](const std::string& error) {
-               meeting->Finish(false, error);
-             });
-  });
+  return Meet(site, run, ordinal, position, std::move(buffers),
+              [&](const Met& met) {
+                if (met.local()) {
+                  return RunRows(met, sizes, cpu::Combine, threads);
+                }
+                PostRows(met, cpu::Op::kCombine, sizes,
+                         Arrivals<cpu::RowBuffers>(met), cpu::MakeCombineMove,
+                         [meeting = met.meeting](const std::string& error) {
+                           meeting->Finish(false, error);
+                         });
+              });
 }
 
-// What dispatch and combine bind: the routing, then the leaves.
+// What dispatch and combine bind: the position, the routing, then the leaves.
 auto BindRows() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::State<HostCallSite>>()
       .Ctx<ffi::RunId>()
       .Ctx<ffi::DeviceOrdinal>()
       .Ctx<ffi::ThreadPool>()
+      .Arg<Position>()
       .Arg<ffi::BufferR3<ffi::S32>>()  // routes
       .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
       .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src

@@ -13,6 +13,7 @@
 #include "cc/cpu/exchange.h"
 #include "cc/cpu/moves.h"
 #include "cc/cpu/rendezvous.h"
+#include "cc/mesh_place.h"
 #include "cc/wait_limits.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,6 +24,7 @@ struct HostCommunicator {
   struct Place {
     int group;
     int rank;
+    MeshPlace mesh;
   };
 
   ~HostCommunicator();

@@ -151,8 +151,8 @@ void DispatchBetweenProcesses(const Met& met, const LowLatencySizes& sizes) {
 }
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                     ffi::RemainingArgs in, ffi::RemainingRets out,
-                     ffi::Dictionary dictionary) {
+                     Position position, ffi::RemainingArgs in,
+                     ffi::RemainingRets out, ffi::Dictionary dictionary) {
   const auto attributes = LowLatencyAttributes::Read(dictionary);
   if (attributes.has_error()) return Failed(attributes.error().message());
   const ffi::AnyBuffer topk_idx = *in.get<ffi::AnyBuffer>(0);
@@ -183,11 +183,13 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
     buffers->recv_weights =
         (**out.get<ffi::AnyBuffer>(result++)).typed_data<float>();
   }
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (!met.local()) return DispatchBetweenProcesses(met, sizes);
-    cpu::LowLatencyDispatch(sizes, Arrivals<LowLatencyDispatchBuffers>(met));
-    met.meeting->Finish(/*on_last_ranks_thread=*/true);
-  });
+  return Meet(site, run, ordinal, position, std::move(buffers),
+              [&](const Met& met) {
+                if (!met.local()) return DispatchBetweenProcesses(met, sizes);
+                cpu::LowLatencyDispatch(
+                    sizes, Arrivals<LowLatencyDispatchBuffers>(met));
+                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+              });
 }
 
 // Weights first, by expert; then everybody's sums for everybody.
@@ -261,8 +263,8 @@ void CombineBetweenProcesses(const Met& met, const LowLatencySizes& sizes,
 }
 
 ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                    ffi::RemainingArgs in, ffi::RemainingRets out,
-                    ffi::Dictionary dictionary) {
+                    Position position, ffi::RemainingArgs in,
+                    ffi::RemainingRets out, ffi::Dictionary dictionary) {
   const auto attributes = LowLatencyAttributes::Read(dictionary);
   if (attributes.has_error()) return Failed(attributes.error().message());
   const ffi::AnyBuffer topk_idx = *in.get<ffi::AnyBuffer>(0);
@@ -285,21 +287,24 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   if (rows.element == Element::kNone) {
     return Failed("jax_ep low_latency_combine: rows cannot be summed");
   }
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (!met.local()) return CombineBetweenProcesses(met, sizes, rows);
-    cpu::LowLatencyCombine(sizes, rows,
-                           Arrivals<LowLatencyCombineBuffers>(met));
-    met.meeting->Finish(/*on_last_ranks_thread=*/true);
-  });
+  return Meet(site, run, ordinal, position, std::move(buffers),
+              [&](const Met& met) {
+                if (!met.local())
+                  return CombineBetweenProcesses(met, sizes, rows);
+                cpu::LowLatencyCombine(sizes, rows,
+                                       Arrivals<LowLatencyCombineBuffers>(met));
+                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+              });
 }
 
-// Operands: topk_idx, weights where there are any; dispatch: the leaves;
-// combine: places, y. Then what the call has to come after.
+// Operands: the position; topk_idx, weights where there are any; dispatch: the
+// leaves; combine: places, y. Then what the call has to come after.
 auto BindAll() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::State<HostCallSite>>()
       .Ctx<ffi::RunId>()
       .Ctx<ffi::DeviceOrdinal>()
+      .Arg<Position>()
       .RemainingArgs()
       .RemainingRets()
       .Attrs();

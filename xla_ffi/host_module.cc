@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/control_slots.h"
 #include "cc/cpu/alarms.h"
 #include "cc/expert_layout.h"
 #include "cc/layout.h"
@@ -78,10 +79,14 @@ std::unique_ptr<cpu::Exchange> CreateExchange(const ExchangeArguments& from,
   return exchange;
 }
 
-// places: (device ordinal, group, rank) of every local device. processes: where
-// each rank is, [group][rank], by position; `me` is this one's.
+// MeshPlace: (position, num_ranks, stride).
+using Mesh = std::tuple<uint32_t, uint32_t, uint32_t>;
+
+// places: (device ordinal, group, rank, its place on the mesh) of every local
+// device. processes: where each rank is, [group][rank], by position; `me` is
+// this one's.
 void CreateCommunicator(
-    int64_t id, const std::vector<std::tuple<int32_t, int, int>>& places,
+    int64_t id, const std::vector<std::tuple<int32_t, int, int, Mesh>>& places,
     int num_ranks, double timeout_s, double warn_after_s,
     const std::vector<std::vector<int>>& processes, int me,
     const std::optional<ExchangeArguments>& exchange,
@@ -93,8 +98,10 @@ void CreateCommunicator(
                           .timeout = Duration(timeout_s)};
   communicator->scope = scope;
   communicator->process_id = getpid();
-  for (const auto& [ordinal, group, rank] : places) {
-    communicator->places[ordinal] = {group, rank};
+  for (const auto& [ordinal, group, rank, mesh] : places) {
+    const auto& [position, mesh_ranks, stride] = mesh;
+    communicator->places[ordinal] = {
+        group, rank, {position, mesh_ranks, stride}};
   }
   for (const std::vector<int>& process : processes) {
     cpu::GroupPlaces group = {me, process};
@@ -162,6 +169,23 @@ NB_MODULE(_host, m) {
       },
       nb::arg("num_ranks"), nb::arg("num_tokens"), nb::arg("top_k"),
       nb::arg("num_experts"), nb::arg("row_bytes"));
+  // What backend "cuda" numbers its call sites with; here for tests.
+  nb::enum_<SlotKind>(m, "SlotKind")
+      .value("PLAN", SlotKind::kPlan)
+      .value("ROWS", SlotKind::kRows)
+      .value("FLIGHT", SlotKind::kFlight)
+      .value("NONE", SlotKind::kNone);
+  nb::class_<ControlSlots>(m, "ControlSlots")
+      .def(nb::init<>())
+      .def_static("begin_program", &ControlSlots::BeginProgram)
+      .def(
+          "take",
+          [](ControlSlots& slots, SlotKind kind, uint32_t number,
+             uint32_t channel) {
+            const ControlSlots::Site site = slots.Take(kind, number, channel);
+            return std::make_tuple(site.slot, site.instance);
+          },
+          nb::arg("kind"), nb::arg("number"), nb::arg("channel"));
   m.def("plan_workspace_size", &PlanWorkspaceSize, nb::arg("num_ranks"),
         nb::arg("num_experts"));
 }

@@ -58,7 +58,7 @@ void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
 }
 
 ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                 ffi::BufferR2<ffi::S32> topk_idx,
+                 Position position, ffi::BufferR2<ffi::S32> topk_idx,
                  ffi::ResultBufferR3<ffi::S32> routes,
                  ffi::ResultBufferR0<ffi::S32> num_recv,
                  ffi::ResultBufferR0<ffi::S32> num_demand,
@@ -94,11 +94,12 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
       .expert_counts = expert_counts->typed_data(),
       .group_sizes = group_sizes->typed_data(),
   });
-  return Meet(site, run, ordinal, std::move(buffers), [&](const Met& met) {
-    if (!met.local()) return PlanBetweenProcesses(met, sizes);
-    cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(met));
-    met.meeting->Finish(/*on_last_ranks_thread=*/true);
-  });
+  return Meet(site, run, ordinal, position, std::move(buffers),
+              [&](const Met& met) {
+                if (!met.local()) return PlanBetweenProcesses(met, sizes);
+                cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(met));
+                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+              });
 }
 
 }  // namespace
@@ -115,6 +116,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ctx<ffi::State<HostCallSite>>()
         .Ctx<ffi::RunId>()
         .Ctx<ffi::DeviceOrdinal>()
+        .Arg<Position>()
         .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
         .Ret<ffi::BufferR3<ffi::S32>>()   // routes
         .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv

@@ -267,6 +267,10 @@ bool Channel::Begin(std::unique_ptr<ChannelCall> call) {
     Fail(entry, "came after its peers had given up: " + given_up->second);
     return false;
   }
+  if (!entry->second->refusal.empty()) {
+    Fail(entry, entry->second->refusal);
+    return false;
+  }
   for (int process = 0; process < peers_.size(); ++process) {
     CallShape shape;
     if (!peers_.TakeWaiting(process, key, shape)) continue;

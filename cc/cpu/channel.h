@@ -87,6 +87,7 @@ struct ChannelCall {
   CallShape shape;
   GroupPlaces places;
   Clock::time_point deadline;
+  std::string refusal;      // Exchange::Call
   std::vector<Peer> peers;  // by process
   std::unique_ptr<Move> move;
   // Run on the channel's thread; must not block. `warn` says for what it waits,

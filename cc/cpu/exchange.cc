@@ -138,6 +138,7 @@ void Exchange::Post(Call call) {
     part->shape = call.shape;
     part->places = call.places;
     part->deadline = call.deadline;
+    part->refusal = call.refusal;
     part->move = std::move(call.shares[share]);
     part->warn = [outcome](const std::string& what) {
       if (!outcome->warned.exchange(true)) outcome->warn(what);

@@ -38,6 +38,8 @@ class Exchange {
     CallShape shape;
     GroupPlaces places;
     Clock::time_point deadline;
+    // Not empty: why the call fails here and, told so, in its other processes.
+    std::string refusal;
     // One or more parts of the work, which may run beside each other. As many
     // on every process.
     std::vector<std::unique_ptr<Move>> shares;

@@ -17,7 +17,8 @@ Meeting::Meeting(std::string name, const std::vector<int>& ranks,
       came_(ranks.size()),
       came_in_time_(ranks.size()),
       arrivals_(ranks.size()),
-      completions_(ranks.size()) {}
+      completions_(ranks.size()),
+      refusals_(ranks.size()) {}
 
 void Meeting::Watch() {
   const auto call = [meeting = shared_from_this()](void (Meeting::*what)()) {
@@ -40,7 +41,7 @@ size_t Meeting::Position(int rank) const {
 }
 
 bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
-                    Completion completion) {
+                    Completion completion, std::string refusal) {
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t position = Position(rank);
   came_[position] = true;
@@ -53,6 +54,10 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
   }
   came_in_time_[position] = true;
   arrivals_[position] = std::move(arrival);
+  if (!refusal.empty() && refusal_.empty()) {
+    refusal_ = "rank " + std::to_string(rank) + " " + refusal;
+  }
+  refusals_[position] = std::move(refusal);
   // The rest of the program runs on another thread, and computes there as XLA's
   // own thread would: it may flush subnormal numbers.
   std::fenv_t environment;
@@ -67,14 +72,11 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
 }
 
 void Meeting::Finish(bool on_last_ranks_thread, const std::string& error) {
-  const auto text = [&](size_t i) {
-    return error.empty() ? error : Call(ranks_[i]) + " " + error;
-  };
   for (size_t i = 0; i < completions_.size(); ++i) {
     if (on_last_ranks_thread && i == last_) continue;
-    Complete(i, text(i));
+    Complete(i, Outcome(i, error));
   }
-  if (on_last_ranks_thread) completions_[last_](text(last_));
+  if (on_last_ranks_thread) completions_[last_](Outcome(last_, error));
 }
 
 void Meeting::Complete(size_t position, std::string error) {
@@ -117,7 +119,9 @@ void Meeting::Expire() {
     if (num_arrived_ == static_cast<int>(came_.size())) return;
     expired_ = true;
     for (size_t i = 0; i < came_.size(); ++i) {
-      if (came_[i]) waiting.emplace_back(i, Describe(ranks_[i]));
+      if (!came_[i]) continue;
+      waiting.emplace_back(
+          i, refusal_.empty() ? Describe(ranks_[i]) : Outcome(i, ""));
     }
     arrivals_.clear();
   }
@@ -171,6 +175,17 @@ std::string Meeting::Call(int rank) const {
   return "jax_ep " + name_ + ": rank " + std::to_string(rank);
 }
 
+std::string Meeting::Outcome(size_t position, const std::string& error) const {
+  std::string what = error;
+  if (!refusals_[position].empty()) {
+    what = refusals_[position];
+  } else if (!refusal_.empty()) {
+    what = "heard that " + refusal_;
+  }
+  if (what.empty()) return what;
+  return Call(ranks_[position]) + " " + what;
+}
+
 std::string Meeting::Describe(int rank) const {
   return Call(rank) + " waited " + InSeconds(limits_.timeout) +
          "; missing ranks: " + Ranks(/*in_time=*/false);
@@ -189,7 +204,8 @@ Rendezvous::Rendezvous(std::string name,
 
 std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
                                            std::shared_ptr<void> arrival,
-                                           Completion completion) {
+                                           Completion completion,
+                                           std::string refusal) {
   std::shared_ptr<Meeting> meeting;
   bool last = false;
   {
@@ -204,7 +220,8 @@ std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
       if (ranks_[group].size() > 1) found->second->Watch();
     }
     meeting = found->second;
-    last = meeting->Enter(rank, std::move(arrival), std::move(completion));
+    last = meeting->Enter(rank, std::move(arrival), std::move(completion),
+                          std::move(refusal));
     // Everybody came: nobody will look for this meeting again.
     if (meeting->complete()) {
       meetings_.erase(found);

@@ -37,7 +37,9 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
   // Enters a rank. Returns true to the last one, which then owns the work and
   // calls Finish(). `arrival` is that rank's buffers, kept until then.
-  bool Enter(int rank, std::shared_ptr<void> arrival, Completion completion);
+  // `refusal`: why the rank does not take part, "" where it does.
+  bool Enter(int rank, std::shared_ptr<void> arrival, Completion completion,
+             std::string refusal);
 
   // Who meets here, ascending.
   const std::vector<int>& ranks() const { return ranks_; }
@@ -46,10 +48,15 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
     return arrivals_;
   }
 
+  // "rank 2 <why it refuses>" of one that does, else ""; for the last rank
+  // only.
+  const std::string& refusal() const { return refusal_; }
+
   // Completes every rank's call. A call's completion runs the rest of that
   // device's program, so each gets a thread of its own; where this is the last
   // rank's thread, inside its call, that rank's is done here. `error` is empty,
-  // or what happened to each rank.
+  // or what happened to each rank. A rank that refused is told so, and so are
+  // the others.
   void Finish(bool on_last_ranks_thread, const std::string& error = "");
 
   // Runs `next`, which calls Finish(), on a thread of its own.
@@ -77,6 +84,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   std::string Call(int rank) const;
   // Who came in time, or who did not, as "0, 2".
   std::string Ranks(bool in_time) const;
+  // What a call of the rank at `position` ends with, if with `error`.
+  std::string Outcome(size_t position, const std::string& error) const;
   std::string Describe(int rank) const;
   std::string DescribeLate(int rank, Clock::duration late) const;
 
@@ -94,6 +103,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   std::vector<bool> came_in_time_;
   std::vector<std::shared_ptr<void>> arrivals_;
   std::vector<Completion> completions_;
+  std::vector<std::string> refusals_;
+  std::string refusal_;
 };
 
 // The meetings of one call site: one for each run and group in flight.
@@ -106,9 +117,10 @@ class Rendezvous {
 
   // Enters `rank` of `group` in run `run_id`. Where it is the last, returns the
   // meeting, whose Finish() the caller owes; else nullptr. Never blocks.
+  // `refusal` as in Meeting::Enter().
   std::shared_ptr<Meeting> Enter(int64_t run_id, int group, int rank,
                                  std::shared_ptr<void> arrival,
-                                 Completion completion);
+                                 Completion completion, std::string refusal);
 
  private:
   const std::string name_;

@@ -100,6 +100,16 @@ __device__ __forceinline__ uint32_t ExchangeRelaxedGpu(uint32_t* p,
   return old;
 }
 
+// Sets the bits of `value`; returns the old value.
+__device__ __forceinline__ uint64_t OrRelaxedGpu(uint64_t* p, uint64_t value) {
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.or.b64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(p), "l"(value)
+               : "memory");
+  return old;
+}
+
 // Adds one, or wraps to 0 past `limit`; returns the old value. What the threads
 // that came before had seen is visible afterwards, and so on.
 __device__ __forceinline__ uint32_t IncrementAcqRelGpu(uint32_t* p,

@@ -7,6 +7,10 @@
 // so that a replayed CUDA graph goes on counting; each block reads it before
 // the last block advances it.
 //
+// Before that every block looks whether the program has this device where the
+// communicator has it, and whether another launch uses the control slot
+// (Opening).
+//
 // No block waits for another block of its own launch that may not be resident:
 // block 0 publishes before it waits, and only the last block closes.
 //
@@ -19,12 +23,68 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "cc/device/mesh.cuh"
 #include "cc/device/patience.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/layout.h"
 #include "cc/peer_view.h"
 
 namespace jax_ep {
+
+// Words that nobody has written yet hold epoch 0, so none is called that; odd
+// and even epochs take turns.
+static __device__ __forceinline__ uint32_t EpochAfter(uint32_t last) {
+  return last == 0xFFFFFFFF ? 2 : last + 1;
+}
+
+// What every block looks at first. All of it is asked for at once, so that
+// waiting for it takes no longer than for the epoch alone.
+struct Opening {
+  uint32_t position;  // of this device on the program's mesh
+  uint64_t use;       // of the control slot: user and epoch, see cc/layout.h
+
+  // Called by all threads of a block, of which one takes the slot.
+  static __device__ __forceinline__ Opening Ask(const Operation& op,
+                                                const ControlLayout& layout) {
+    auto* use =
+        reinterpret_cast<uint64_t*>(op.view.control[op.view.rank] +
+                                    op.slot * layout.slot_bytes + layout.epoch);
+    Opening opening;
+    opening.position = LoadPosition(op);
+    opening.use = Takes() ? ptx::OrRelaxedGpu(use, uint64_t{op.tag} << 32)
+                          : *static_cast<const volatile uint64_t*>(use);
+    return opening;
+  }
+
+  __device__ __forceinline__ uint32_t epoch() const {
+    return EpochAfter(static_cast<uint32_t>(use));
+  }
+  // Before a block publishes anything or touches what a peer published.
+  __device__ __forceinline__ void Check(const Operation& op,
+                                        const char* name) const {
+    CheckPosition(op, position, name);
+    const auto user = static_cast<uint32_t>(use >> 32);
+    // The others may see that this launch has the slot.
+    if (user != 0 && (Takes() || user != op.tag)) InUse(op, name, user);
+  }
+
+ private:
+  static __device__ __forceinline__ bool Takes() {
+    return blockIdx.x == 0 && threadIdx.x == blockDim.x - 1;
+  }
+  [[noreturn]] static __device__ __noinline__ void InUse(const Operation& op,
+                                                         const char* name,
+                                                         uint32_t user) {
+    if (TellsWhy()) {
+      printf(
+          "jax_ep %s (channel %u): rank %d found its control slot in use by "
+          "channel %u; make one of the two depend on the other\n",
+          name, op.channel, op.view.rank, user & 0xffff);
+    }
+    __trap();
+    __builtin_unreachable();
+  }
+};
 
 // An operation's place in the control memory of all ranks.
 struct Control {
@@ -41,8 +101,15 @@ struct Control {
   __device__ Control(const Operation& operation, const char* operation_name,
                      const ControlLayout& control_layout)
       : Control(operation, operation_name, control_layout,
-                ReadEpoch(operation, control_layout)) {}
-  // With what ReadEpoch() said earlier in this launch.
+                Opening::Ask(operation, control_layout)) {}
+  __device__ Control(const Operation& operation, const char* operation_name,
+                     const ControlLayout& control_layout,
+                     const Opening& opening)
+      : Control(operation, operation_name, control_layout, opening.epoch()) {
+    opening.Check(operation, operation_name);
+  }
+  // With an epoch that was asked for earlier in this launch. Some thread of the
+  // block checks its opening.
   __device__ Control(const Operation& operation, const char* operation_name,
                      const ControlLayout& control_layout, uint32_t this_epoch)
       : op(operation),
@@ -54,14 +121,8 @@ struct Control {
                                        const ControlLayout& layout) {
     const std::byte* slot = operation.view.control[operation.view.rank] +
                             operation.slot * layout.slot_bytes;
-    return After(
+    return EpochAfter(
         *reinterpret_cast<const volatile uint32_t*>(slot + layout.epoch));
-  }
-
-  // Words that nobody has written yet hold epoch 0, so none is called that; odd
-  // and even epochs take turns.
-  static __device__ uint32_t After(uint32_t last) {
-    return last == 0xFFFFFFFF ? 2 : last + 1;
   }
 
   __device__ int32_t rank() const { return op.view.rank; }
@@ -304,9 +365,10 @@ static __device__ void CloseWithPeers(const Control& control) {
   __syncthreads();
 }
 
-// The very last act of an operation: the next one in this slot counts from it.
+// The very last act of an operation: the next one in this slot counts from it,
+// and finds the slot free.
 static __device__ void StoreEpoch(const Control& control) {
-  *reinterpret_cast<volatile uint32_t*>(control.Slot(control.rank()) +
+  *reinterpret_cast<volatile uint64_t*>(control.Slot(control.rank()) +
                                         control.layout.epoch) = control.epoch;
 }
 static __device__ void AdvanceEpoch(const Control& control) {

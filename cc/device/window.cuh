@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "cc/device/mesh.cuh"
 #include "cc/device/patience.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/device/rows.cuh"
@@ -57,7 +58,8 @@ struct Window {
   const LowLatencyParams& params;
   const char* name;  // of the operation, for messages
   WindowKind kind;
-  uint32_t before;  // the epoch of the operation before
+  uint32_t position;  // of this device on the program's mesh
+  uint32_t before;    // the epoch of the operation before
   uint32_t epoch;
   uint32_t parity;
 
@@ -65,10 +67,12 @@ struct Window {
   __device__ Window(const LowLatencyParams& p, const char* operation_name,
                     WindowKind window_kind)
       : params(p), name(operation_name), kind(window_kind) {
+    position = LoadPosition(params.op);
     before = *reinterpret_cast<volatile uint32_t*>(&State()->epoch);
   }
-  // Waits for the epoch; until then there is none.
+  // Waits for the epoch; until then there is none, and nothing is written.
   __device__ __forceinline__ void AwaitEpoch() {
+    CheckPosition(params.op, position, name);
     epoch = before + 1;
     // Words that nobody has written hold epoch 0; and odd and even have to take
     // turns, so 1 is left out as well when the count begins again.
