@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 
 from jax_ep import mosaic_products
 from jax_ep.mosaic_kernel import ALIGNMENT, unsupported_reason
+from jax_ep.product_primitives import group_of_rows
 
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
 
@@ -185,13 +186,3 @@ class _Groups:
         if not self._copies:
             return rows
         return rows.at[self._target].get(mode="fill", fill_value=0)
-
-
-def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
-    # The default method is a loop of small kernels on GPUs.
-    group = jnp.searchsorted(
-        ends, jnp.arange(num_rows), side="right", method="compare_all"
-    )
-    inside = group < len(ends)
-    return jnp.where(inside, group, 0), inside
