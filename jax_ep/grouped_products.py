@@ -168,7 +168,7 @@ def gated_mlp(
         return output
     dtype = product_primitives.wide(rows.dtype)
     bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
-    return (output + bias).astype(rows.dtype)
+    return (output.astype(dtype) + bias).astype(rows.dtype)
 
 
 def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:

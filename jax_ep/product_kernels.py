@@ -165,13 +165,14 @@ class _Groups:
         ends, room_ends = jnp.cumsum(group_sizes), jnp.cumsum(self.sizes)
         group, inside = group_of_rows(room_ends, room)
         before = (room_ends - self.sizes)[group]
-        offset = jnp.arange(room) - before
+        offset = jnp.arange(room, dtype=jnp.int32) - before
         inside &= offset < group_sizes[group]
         source = (ends - group_sizes)[group] + offset
         self._source = jnp.where(inside, source, num_rows)
         group, inside = group_of_rows(ends, num_rows)
         target = (
-            jnp.arange(num_rows) + (room_ends - self.sizes - ends + group_sizes)[group]
+            jnp.arange(num_rows, dtype=jnp.int32)
+            + (room_ends - self.sizes - ends + group_sizes)[group]
         )
         self._target = jnp.where(inside, target, room)
 

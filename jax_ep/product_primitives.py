@@ -213,7 +213,7 @@ def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
         return [jnp.zeros((*group_sizes.shape, lhs.shape[1], rhs.shape[1]), dtype)]
     if _is_bias(lhs):
         group, inside = group_of_rows(jnp.cumsum(group_sizes), lhs.shape[0])
-        of_group = group[:, None] == jnp.arange(len(group_sizes))[None]
+        of_group = group[:, None] == jnp.arange(len(group_sizes), dtype=jnp.int32)[None]
         terms = jnp.where(inside[:, None], lhs * rhs, 0)
         sums = lax.dot_general(
             (of_group & inside[:, None]).astype(terms.dtype),
@@ -253,7 +253,7 @@ def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]
     """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
     # The default method is a loop of small kernels on GPUs.
     group = jnp.searchsorted(
-        ends, jnp.arange(num_rows), side="right", method="compare_all"
+        ends, jnp.arange(num_rows, dtype=jnp.int32), side="right", method="compare_all"
     )
     inside = group < len(ends)
     return jnp.where(inside, group, 0), inside
