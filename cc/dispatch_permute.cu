@@ -11,23 +11,28 @@
 //         help the others. All other blocks zero what is empty, copy the rows
 //         that stay here straight from the tokens, and then claim rows of the
 //         peers one by one and copy each as soon as it has landed. The last
-//         block of the launch sees to what is left and closes with the peers.
+//         block of the launch closes with the peers.
+//         A second launch of as many blocks follows: it copies the rows that
+//         nobody had claimed when the first block gave up waiting for a peer,
+//         all of which have landed by then. Mostly there are none.
 // Reads:  all int32 arrays of params, leaves[].in, landed rows. Writes: grouped
 //         and leaves[].out of this rank; leaves[].out and workspace of peers.
 // Order:  publish (release) -> the peers' WaitReady (acquire) -> their stores,
 //         then their words of progress (release) -> the warp that copies the
 //         row (acquire). Closing as in dispatch, so that nobody's landing
-//         places or workspace are touched after its kernel has ended.
+//         places or workspace are touched after its kernel has ended, and the
+//         second launch finds all rows.
 //
 // Why nothing dead-locks: as in dispatch, movers wait for all peers to begin
 // and the last block waits for all peers to end. Apart from that a block waits
 // for block 0 of its launch, which has begun before it; for at most
 // kPatienceNs, for all movers of all peers to begin; and for rows, if these
-// have begun: then they need nobody any more. A block whose patience ends
-// leaves the peers' rows to the others, and the last block copies what nobody
-// has claimed. So what holds a multiprocessor for longer are movers, no more
-// than view.num_sms blocks, and what docs/design.md says of operations side by
-// side stays true.
+// have begun: then they need nobody any more. A block whose patience ends stops
+// all claims and ends, so that what holds a multiprocessor for longer are
+// movers, no more than view.num_sms blocks, and what docs/design.md says of
+// operations side by side stays true. The second launch waits for nobody, so
+// the rows of a late peer are copied by the whole GPU, and not by the few
+// blocks that waited for it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -78,8 +83,9 @@ __device__ void Publish(const Control& control,
   for (int64_t at = threadIdx.x * ProgressLayout::kLineWords;
        at < layout.size(); at += kRowThreads * ProgressLayout::kLineWords) {
     // What it held may look like a word of this epoch: now of the one before.
-    params.workspace[at] =
-        at == layout.claimed() ? 0 : uint64_t{control.epoch - 1} << 32;
+    params.workspace[at] = at == layout.claimed() || at == layout.unclaimed()
+                               ? 0
+                               : uint64_t{control.epoch - 1} << 32;
   }
   if (threadIdx.x < leaves) {
     own[threadIdx.x] = params.rows.leaves[threadIdx.x].out;
@@ -91,21 +97,21 @@ __device__ void Publish(const Control& control,
 }
 
 __device__ void LearnSources(const DispatchPermuteParams& params,
-                             const Control& control, Sources& sources) {
-  const int32_t num_ranks = control.num_ranks();
-  for (int32_t r = threadIdx.x; r < num_ranks; r += kRowThreads) {
+                             Sources& sources) {
+  const PeerView& view = params.rows.op.view;
+  for (int32_t r = threadIdx.x; r < view.num_ranks; r += kRowThreads) {
     sources.count[r] = params.recv_counts[r];
   }
   __syncthreads();
-  for (int32_t r = threadIdx.x; r < num_ranks; r += kRowThreads) {
+  for (int32_t r = threadIdx.x; r < view.num_ranks; r += kRowThreads) {
     int32_t before = 0;
     for (int32_t q = 0; q < r; ++q) before += sources.count[q];
     sources.first[r] = before;
   }
   if (threadIdx.x == 0) {
     int32_t most = 0;
-    for (int32_t r = 0; r < num_ranks; ++r) {
-      if (r != control.rank()) most = max(most, sources.count[r]);
+    for (int32_t r = 0; r < view.num_ranks; ++r) {
+      if (r != view.rank) most = max(most, sources.count[r]);
     }
     sources.most = most;
   }
@@ -361,20 +367,15 @@ __device__ void FanOutOwn(const DispatchPermuteParams& params,
   }
 }
 
-// Whether a word of this epoch comes before `patience_ns` have passed since
-// `start`. A patience as long as the bound of all waits ends in a trap.
+// Whether a word of this epoch comes before kPatienceNs have passed since
+// `start`.
 __device__ bool Await(const Control& control, const uint64_t* word,
-                      int32_t peer, uint64_t start, uint64_t patience_ns,
-                      uint32_t* payload) {
+                      uint64_t start, uint32_t* payload) {
   for (;;) {
     const uint64_t seen = ptx::LoadAcquireSys(word);
     *payload = static_cast<uint32_t>(seen);
     if (static_cast<uint32_t>(seen >> 32) == control.epoch) return true;
-    const uint64_t waited = ptx::GlobalTimer() - start;
-    if (RanOut(control, waited, "the movers", peer)) {
-      TimedOut(control, "the movers", peer, seen);
-    }
-    if (waited > patience_ns) return false;
+    if (ptx::GlobalTimer() - start > kPatienceNs) return false;
     __nanosleep(kPollNs);
   }
 }
@@ -382,8 +383,8 @@ __device__ bool Await(const Control& control, const uint64_t* word,
 // Whether all movers of all peers have begun, so that all rows will come.
 // Called by all threads of a block; learns sources.movers.
 __device__ bool PeersMove(const Control& control,
-                          const DispatchPermuteParams& params, Sources& sources,
-                          uint64_t patience_ns) {
+                          const DispatchPermuteParams& params,
+                          Sources& sources) {
   const ProgressLayout layout(control.num_ranks());
   const int lane = threadIdx.x % kWarpSize;
   const uint64_t start = ptx::GlobalTimer();
@@ -392,14 +393,13 @@ __device__ bool PeersMove(const Control& control,
        r += kRowWarps) {
     if (r == control.rank()) continue;
     uint32_t movers, tokens;
-    move = Await(control, params.workspace + layout.movers(r), r, start,
-                 patience_ns, &movers);
+    move = Await(control, params.workspace + layout.movers(r), start, &movers);
     move = __all_sync(kAllLanes, move);
     if (!move) break;
     if (lane == 0) sources.movers[r] = static_cast<int32_t>(movers);
     if (lane < movers) {
-      move = Await(control, params.workspace + layout.done(r, lane), r, start,
-                   patience_ns, &tokens);
+      move = Await(control, params.workspace + layout.done(r, lane), start,
+                   &tokens);
     }
     move = __all_sync(kAllLanes, move);
   }
@@ -432,57 +432,78 @@ __device__ void WaitForToken(const Control& control,
 
 // Rows of the peers to claim, in parts. Some are none: peers may send fewer
 // than the one that sends most.
-__device__ __forceinline__ int64_t Claims(const Control& control,
+__device__ __forceinline__ int64_t Claims(const DispatchPermuteParams& params,
                                           const Sources& sources,
                                           int32_t parts) {
-  return int64_t{sources.most} * (control.num_ranks() - 1) * parts;
+  return int64_t{sources.most} * (params.rows.op.view.num_ranks - 1) * parts;
+}
+
+// Added to the count of claims to stop them: more than there ever are, and so
+// little that every block of a launch may add it.
+constexpr unsigned long long kStopped = 1ull << 48;
+
+__device__ __forceinline__ unsigned long long AddClaims(
+    const DispatchPermuteParams& params, unsigned long long count) {
+  const ProgressLayout layout(params.rows.op.view.num_ranks);
+  return atomicAdd(reinterpret_cast<unsigned long long*>(params.workspace +
+                                                         layout.claimed()),
+                   count);
 }
 
 // Claims a row of a peer; the first rows of all peers first, as they come.
-__device__ __forceinline__ int64_t Claim(const DispatchPermuteParams& params,
-                                         int32_t num_ranks) {
+__device__ __forceinline__ int64_t Claim(const DispatchPermuteParams& params) {
   unsigned long long item = 0;
-  if (threadIdx.x % kWarpSize == 0) {
-    item =
-        atomicAdd(reinterpret_cast<unsigned long long*>(
-                      params.workspace + ProgressLayout(num_ranks).claimed()),
-                  1ull);
-  }
+  if (threadIdx.x % kWarpSize == 0) item = AddClaims(params, 1);
   return static_cast<int64_t>(__shfl_sync(kAllLanes, item, 0));
 }
+
+// Leaves what nobody has claimed so far to the second launch. Called by one
+// thread of a block.
+__device__ void StopClaims(const DispatchPermuteParams& params,
+                           int64_t claims) {
+  const auto claimed = static_cast<int64_t>(AddClaims(params, kStopped));
+  if (claimed >= claims) return;  // stopped already, or all are claimed
+  const ProgressLayout layout(params.rows.op.view.num_ranks);
+  params.workspace[layout.unclaimed()] = claims - claimed;
+}
+
+// A claim's row of a peer.
+struct PeerRow {
+  int32_t source;
+  int64_t slot;
+  int64_t token;  // -1: there is none
+
+  __device__ PeerRow(const DispatchPermuteParams& params,
+                     const Sources& sources, int64_t row)
+      : token(-1) {
+    const PeerView& view = params.rows.op.view;
+    const int64_t num_tokens = params.rows.num_tokens;
+    const int32_t peers = view.num_ranks - 1;
+    const auto peer = static_cast<int32_t>(row % peers);
+    source = peer < view.rank ? peer : peer + 1;
+    const int64_t number = row / peers;
+    slot = sources.first[source] + number;
+    if (number >= sources.count[source]) return;
+    const int64_t found = params.recv_src[slot] - source * num_tokens;
+    if (found >= 0 && found < num_tokens) token = found;  // of make_plan
+  }
+};
 
 __device__ void FanOutPeers(const Control& control,
                             const DispatchPermuteParams& params,
                             const Sources& sources, int32_t parts) {
-  const int32_t peers = control.num_ranks() - 1;
-  const int64_t num_tokens = params.rows.num_tokens;
-  const int64_t items = Claims(control, sources, parts);
-  if (items == 0) return;
+  const int64_t claims = Claims(params, sources, parts);
+  if (claims == 0) return;
   for (;;) {
-    const int64_t item = Claim(params, control.num_ranks());
-    if (item >= items) return;
-    const int64_t row = item / parts;
-    const auto peer = static_cast<int32_t>(row % peers);
-    const int32_t source = peer < control.rank() ? peer : peer + 1;
-    const int64_t number = row / peers;
-    if (number >= sources.count[source]) continue;
-    const int64_t slot = sources.first[source] + number;
-    const int64_t token = params.recv_src[slot] - source * num_tokens;
-    if (token < 0 || token >= num_tokens) continue;  // not of make_plan
-    WaitForToken(control, params, sources.movers[source], source, token);
-    FanOut<false>(params, slot, token, static_cast<int32_t>(item % parts),
-                  parts);
+    const int64_t claim = Claim(params);
+    if (claim >= claims) return;
+    const PeerRow row(params, sources, claim / parts);
+    if (row.token < 0) continue;
+    WaitForToken(control, params, sources.movers[row.source], row.source,
+                 row.token);
+    FanOut<false>(params, row.slot, row.token,
+                  static_cast<int32_t>(claim % parts), parts);
   }
-}
-
-// Whether rows are left that no block has claimed. For the last block: all who
-// claim have ended.
-__device__ __forceinline__ bool AnyUnclaimed(
-    const DispatchPermuteParams& params, const Control& control,
-    int64_t claims) {
-  const uint64_t* claimed =
-      params.workspace + ProgressLayout(control.num_ranks()).claimed();
-  return static_cast<int64_t>(ptx::LoadAcquireSys(claimed)) < claims;
 }
 
 __global__ void __launch_bounds__(kRowThreads, 1)
@@ -493,10 +514,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   const Control control(params.rows.op, "dispatch_permute");
   const int32_t rank = control.rank();
   const int32_t block = blockIdx.x;
-  const uint64_t timeout_ns = control.op.view.timeout_ns;
-  const uint64_t patience_ns = min(timeout_ns, kPatienceNs);
   if (block == 0) Publish(control, params);
-  LearnSources(params, control, sources);
+  LearnSources(params, sources);
   if (block < movers) {
     WaitReady(control, outputs, params.rows.num_leaves + 1);
     if (control.num_ranks() > 1) {
@@ -515,17 +534,35 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     }
     __syncthreads();
   }
-  if (PeersMove(control, params, sources, patience_ns)) {
+  if (PeersMove(control, params, sources)) {
     FanOutPeers(control, params, sources, parts);
+  } else if (threadIdx.x == 0) {
+    StopClaims(params, Claims(params, sources, parts));
   }
   if (IsLastBlock(control)) {
-    if (AnyUnclaimed(params, control, Claims(control, sources, parts)) &&
-        PeersMove(control, params, sources, timeout_ns)) {
-      FanOutPeers(control, params, sources, parts);
-      __syncthreads();
-    }
     CloseWithPeers(control);
     AdvanceEpoch(control);
+  }
+}
+
+// The second launch.
+__global__ void __launch_bounds__(kRowThreads, 1)
+    FanOutRestKernel(const __grid_constant__ DispatchPermuteParams params,
+                     const int32_t parts) {
+  __shared__ Sources sources;
+  const ProgressLayout layout(params.rows.op.view.num_ranks);
+  const auto unclaimed =
+      static_cast<int64_t>(params.workspace[layout.unclaimed()]);
+  if (unclaimed == 0) return;
+  LearnSources(params, sources);
+  const int64_t claims = Claims(params, sources, parts);
+  const Workers workers = WarpsOf(blockIdx.x, gridDim.x, 0, kRowWarps);
+  for (int64_t claim = claims - unclaimed + workers.index; claim < claims;
+       claim += workers.count) {
+    const PeerRow row(params, sources, claim / parts);
+    if (row.token < 0) continue;
+    FanOut<false>(params, row.slot, row.token,
+                  static_cast<int32_t>(claim % parts), parts);
   }
 }
 
@@ -560,11 +597,19 @@ cudaError_t LaunchDispatchPermute(const DispatchPermuteParams& params,
                           rows.op.view.has_bulk ? kBulkSharedBytes : 0,
                           stream>>>(params, movers,
                                     static_cast<int32_t>(parts));
+  status = cudaPeekAtLastError();
+  if (status != cudaSuccess || rows.op.view.num_ranks == 1) return status;
+  FanOutRestKernel<<<blocks, kRowThreads, 0, stream>>>(
+      params, static_cast<int32_t>(parts));
   return cudaPeekAtLastError();
 }
 
 const void* DispatchPermuteKernelAddress() {
   return reinterpret_cast<const void*>(&DispatchPermuteKernel);
+}
+
+const void* FanOutRestKernelAddress() {
+  return reinterpret_cast<const void*>(&FanOutRestKernel);
 }
 
 }  // namespace jax_ep

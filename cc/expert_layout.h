@@ -39,8 +39,8 @@ JAX_EP_HOST_DEVICE constexpr int64_t ExpertRowsWorkspaceSize(
 }
 
 // Scratch of dispatch_permute on each rank: words that say how far its peers'
-// movers are, (epoch << 32 | payload), and one that counts claims here. Many
-// blocks poll them, so that each word has a line of its own.
+// movers are, (epoch << 32 | payload), and two of claims here. Many blocks poll
+// them, so that each word has a line of its own.
 struct ProgressLayout {
   // Blocks of a rank that move rows to its peers: a warp looks at all of them.
   static constexpr int32_t kMaxMovers = 32;
@@ -60,12 +60,16 @@ struct ProgressLayout {
                                             int32_t mover) const {
     return movers(source) + (1 + mover) * kLineWords;
   }
-  // and the rows that were claimed for copying.
+  // the rows that were claimed for copying,
   JAX_EP_HOST_DEVICE constexpr int64_t claimed() const {
     return movers(num_ranks);
   }
-  JAX_EP_HOST_DEVICE constexpr int64_t size() const {
+  // and those that are left to the second launch.
+  JAX_EP_HOST_DEVICE constexpr int64_t unclaimed() const {
     return claimed() + kLineWords;
+  }
+  JAX_EP_HOST_DEVICE constexpr int64_t size() const {
+    return unclaimed() + kLineWords;
   }
 };
 

@@ -93,6 +93,7 @@ std::vector<const void*> ExpertRowsKernelAddresses();
 const void* PermuteKernelAddress();
 const void* UnpermuteKernelAddress();
 const void* DispatchPermuteKernelAddress();
+const void* FanOutRestKernelAddress();  // of LaunchDispatchPermute
 const void* RowDotsKernelAddress();
 
 }  // namespace jax_ep

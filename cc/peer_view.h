@@ -18,6 +18,29 @@ struct Region {
   uint64_t here;   // where this rank's device sees it
 };
 
+// A set of ranks.
+struct RankSet {
+  static constexpr int kWordBits = 32;
+  static constexpr int kWords = kMaxRanks / kWordBits;
+  static_assert(kMaxRanks % kWordBits == 0);
+
+  uint32_t words[kWords];
+
+  // A loop over all words: on a GPU the set then may stand in registers.
+  JAX_EP_HOST_DEVICE void Add(int32_t rank) {
+    for (int word = 0; word < kWords; ++word) {
+      if (rank / kWordBits == word) words[word] |= 1u << rank % kWordBits;
+    }
+  }
+  JAX_EP_HOST_DEVICE bool Has(int32_t rank) const {
+    return Has(rank / kWordBits, rank % kWordBits);
+  }
+  // Whether the rank of this bit of a word is in it.
+  JAX_EP_HOST_DEVICE bool Has(int word, int32_t bit) const {
+    return words[word] >> bit & 1;
+  }
+};
+
 struct PeerView {
   int32_t rank;
   int32_t num_ranks;
@@ -33,9 +56,9 @@ struct PeerView {
   // Control memory of each rank (cc/layout.h, ControlLayout), at addresses that
   // this rank's device can use. control[rank] is its own.
   std::byte* control[kMaxRanks];
-  // What follows serves groups of several processes. Bit r is set where rank r
-  // belongs to this rank's process, so that its addresses are good as they are.
-  uint64_t same_process;
+  // What follows serves groups of several processes. Ranks of this rank's
+  // process, whose addresses are good as they are.
+  RankSet same_process;
   // [R][kMaxRegions] in this device's memory, those of rank r from
   // r * kMaxRegions on; nullptr where all ranks belong to one process.
   const Region* regions;

@@ -38,21 +38,8 @@ constexpr int kChunksPerBlock = 8;
 // receiver one by one.
 constexpr int kSharedExperts = 2048;
 // Counters of a warp: lane l counts for the ranks l, l + 32, ...
-constexpr int kCounters = kMaxRanks / kWarpSize;
-
-// A set of ranks.
-struct RankSet {
-  uint32_t words[kCounters];
-
-  __device__ void Add(int32_t rank) {
-#pragma unroll
-    for (int c = 0; c < kCounters; ++c) {
-      if (rank / kWarpSize == c) words[c] |= 1u << rank % kWarpSize;
-    }
-  }
-  // Whether the rank with this bit of word c is in it.
-  __device__ bool Has(int c, int32_t bit) const { return words[c] >> bit & 1; }
-};
+constexpr int kCounters = RankSet::kWords;
+static_assert(RankSet::kWordBits == kWarpSize);
 
 struct Scratch {
   std::byte* peers[kNumAddresses * kMaxRanks];

@@ -272,11 +272,12 @@ std::string SelfTest(int ordinal) {
   if (status != cudaSuccess) return Problem(ordinal, "cudaSetDevice", status);
   std::string problem;
   std::vector<const void*> kernels = ExpertRowsKernelAddresses();
-  kernels.insert(kernels.end(),
-                 {PlanKernelAddress(), DispatchKernelAddress(),
-                  FewDispatchKernelAddress(), CombineKernelAddress(),
-                  DispatchPermuteKernelAddress(), PermuteKernelAddress(),
-                  UnpermuteKernelAddress(), RowDotsKernelAddress()});
+  kernels.insert(
+      kernels.end(),
+      {PlanKernelAddress(), DispatchKernelAddress(), FewDispatchKernelAddress(),
+       CombineKernelAddress(), DispatchPermuteKernelAddress(),
+       FanOutRestKernelAddress(), PermuteKernelAddress(),
+       UnpermuteKernelAddress(), RowDotsKernelAddress()});
   for (const auto& more :
        {PushedPlanKernelAddresses(), PlanDispatchKernelAddresses(),
         FewCombineKernelAddresses(), LowLatencyDispatchKernelAddresses(),

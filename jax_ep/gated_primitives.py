@@ -88,7 +88,7 @@ def glu_jaxpr(glu: Glu, shape: tuple[int, ...], dtype: Any) -> ClosedJaxpr:
 # What kernels compute of gate and up, each number by itself.
 _IN_KERNELS = frozenset(
     "abs add add_any clamp convert_element_type copy custom_jvp_call div eq erf erfc "
-    "exp exp2 ge gt integer_pow jit le log logistic lt max min mul ne neg not and or "
+    "exp exp2 ge gt integer_pow jit le log logistic lt max min mul ne neg and or "
     "pjit pow rsqrt select_n sign sqrt square stop_gradient sub tanh".split()
 )
 

@@ -1,10 +1,9 @@
 """Grouped matrix products on Hopper GPUs, in Pallas (Mosaic GPU).
 
 A grouped product multiplies rows that stand together by group with the matrix
-of their group. Where every group starts at a multiple of 64 rows, no tile of
-rows has a row of two groups that is not whole 64 rows of each, so a grouped
-product is a dense one whose second operand depends on the tile: nothing is
-masked.
+of their group. Every group starts at a multiple of 64 rows, and a tile has 128 or
+64 rows of one group. So a grouped product is a dense one whose second operand
+depends on the tile: nothing is masked.
 
 One kernel serves all products. A block holds three warpgroups: two multiply,
 one only loads. The loader runs ahead over all tiles of its block and never
@@ -142,6 +141,7 @@ def num_blocks() -> int:
 
 
 def swizzled(dtype: Any, swizzle: int = 128) -> tuple[Any, ...]:
+    """How tiles lie in shared memory for the tensor cores."""
     elements = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle)
 
@@ -259,7 +259,10 @@ def _run(config, shapes, work, **smem):
     rest = (block < work.num_tiles % shapes.blocks).astype(jnp.int32)
     count = jnp.int32(work.num_tiles // shapes.blocks) + rest
     wg = lax.axis_index("wg")
-    locate = lambda turn: work.locate(block + turn * shapes.blocks)
+
+    def locate(turn):
+        return work.locate(block + turn * shapes.blocks)
+
     lax.cond(
         wg == 2,
         lambda: _load(config, work, locate, count, **smem),
@@ -331,10 +334,9 @@ def _multiply(config, shapes, work, locate, count, wg, *, empty, **smem):
 
         @pl.when(first + (wg if config.alternate else 0) < count)
         def _():
-            _multiply_tile(
-                config, shapes, work, work.resolve(mine, False), own_steps, own_slot, wg,
-                empty=empty, **smem,
-            )  # fmt: skip
+            at = work.resolve(mine, False)
+            slots = (own_steps, own_slot)
+            _multiply_tile(config, shapes, work, at, *slots, wg, empty=empty, **smem)
 
         return lax.rem(slot + sum(steps), jnp.int32(stages))
 
@@ -415,7 +417,9 @@ def _multiply_tile(
 
     @pl.when(steps == 0)
     def _():
-        fill = lambda *_: [jnp.full(shapes.piece, work.fill)] * len(work.outs)
+        def fill(*_):
+            return [jnp.full(shapes.piece, work.fill)] * len(work.outs)
+
         _store(config, shapes, work, at, half, wg, fill, out_smem)
 
 
@@ -462,12 +466,13 @@ def _store(config, shapes, work, at, half, wg, values_of, out_smem):
                 staged = out_smem.at[wg, buffer % config.pieces]
                 staged[...] = value.astype(out_smem.dtype)
                 plgpu.commit_smem()
+                target = out(at, row, column)
                 if present is None:
-                    plgpu.copy_smem_to_gmem(staged, out(at, row, column))
+                    plgpu.copy_smem_to_gmem(staged, target)
                 else:  # a group all the same: buffers are waited for by count
 
                     @pl.when(present)
-                    def _(staged=staged, target=out(at, row, column)):
+                    def _(staged=staged, target=target):
                         plgpu.copy_smem_to_gmem(staged, target, commit_group=False)
 
                     plgpu.commit_smem_to_gmem_group()

@@ -112,7 +112,7 @@ def batches(
     [out] = _row_products(
         [(lhs, rhs)],
         counts,
-        config or _low_config(width),
+        config or _batch_config(lhs.shape[1], width),
         None,
         transpose_rhs=transpose_rhs,
         out_dtypes=[out_dtype or lhs.dtype],
@@ -144,7 +144,7 @@ def gated_batches(
         () if bias_gate is None else (bias_gate, bias_up),
         None,
         False,
-        config or Config(tile_m=64, tile_n=256),
+        config or _gated_config(lhs.shape[1] <= 128, w_gate.shape[2]),
     )
     return hidden
 
@@ -190,8 +190,7 @@ def gated(
             () if bias_gate is None else (bias_gate, bias_up),
             group_alignment,
             keep,
-            config
-            or Config(tile_m=64 if few else 128, tile_n=256, alternate=bool(few)),
+            config or _gated_config(few, w_gate.shape[2]),
         )
     )
 
@@ -284,8 +283,9 @@ def weights(
       out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
       config: how to cut the product; chosen by its sizes if None.
     """
+    lhs, rhs = _padded(lhs), _padded(rhs)
     (_, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
-    config = config or Config(tile_n=_best_width(n))
+    config = config or Config(tile_m=min(128, k), tile_n=_best_width(n))
     tile_m, tile_n = config.tile_m, config.tile_n
     grid = pl.cdiv(k, tile_m), pl.cdiv(n, tile_n)
 
@@ -299,7 +299,7 @@ def weights(
             start = _start(table, 1, group)
             steps = lax.div(table[1, group] - start, jnp.int32(_STEP))
             steps = lax.select(good, steps, jnp.int32(0))
-            return dict(group=group, i=i, j=j, start=start, steps=steps)
+            return {"group": group, "i": i, "j": j, "start": start, "steps": steps}
 
         def operand(ref, key, width, at, step):
             row = pl.multiple_of(at["start"] + step * _STEP, _STEP)
@@ -348,7 +348,7 @@ def _tables(group_sizes, tile_m, alignment):
 def _groups_of_tiles(table, num_tiles):
     """i32[num_tiles]: how many groups end at or before each tile."""
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
-    return jnp.sum(table[0] <= tiles[:, None], axis=1, dtype=jnp.int32)
+    return jnp.sum(table[:1] <= tiles[:, None], axis=1, dtype=jnp.int32)
 
 
 def _start(table, line, group):
@@ -364,10 +364,22 @@ def _piece(width):
     return 64, 64 if width % 64 == 0 else 32
 
 
+def _padded(rows):
+    """With as many rows as kernels take: a multiple of 8, and 64 at least."""
+    *batch, m, columns = rows.shape
+    more = max(ALIGNMENT, -(-m // 8) * 8) - m
+    if not more:
+        return rows
+    return jnp.concatenate([rows, jnp.zeros((*batch, more, columns), rows.dtype)], -2)
+
+
 def _best_width(n):
     """Columns of a tile: the wider, the less is read for a product; few are waste."""
     cost = {192: 1.0, 128: 1.1, 64: 1.6}
-    return min(cost, key=lambda width: cost[width] * pl.cdiv(n, width) * width)
+    return min(
+        (width for width in cost if width <= n),
+        key=lambda width: cost[width] * pl.cdiv(n, width) * width,
+    )
 
 
 def _row_config(m, n, groups, alignment):
@@ -375,6 +387,19 @@ def _row_config(m, n, groups, alignment):
     if alignment % 128 and m <= 64 * groups:
         return _low_config(n)
     return Config(tile_n=_best_width(n))
+
+
+def _gated_config(few, inner):
+    # A tile must not be wider than the matrix. Sums of gate and up of 128 columns
+    # each leave a warpgroup room for 64 rows.
+    tile_n = 2 * min(128, inner)
+    return Config(tile_m=64 if few else 128, tile_n=tile_n, alternate=bool(few))
+
+
+def _batch_config(m, n):
+    # How many rows are counted is not known: a low tile reads the matrix again for
+    # every 64 of them, a high one takes a little longer where there are fewer.
+    return _low_config(n) if m <= 128 else Config(tile_n=_best_width(n))
 
 
 def _low_config(n):
@@ -401,6 +426,9 @@ def _row_products(
     (sums, extras, biases), which gives the results' values.
     alignment: None: lhs is [G, M, K], and group_sizes counts the rows of each.
     """
+    *_, given, _ = pairs[0][0].shape
+    pairs = [(_padded(lhs), *all_rhs) for lhs, *all_rhs in pairs]
+    extras = [_padded(extra) for extra in extras]
     *_, m, _ = pairs[0][0].shape
     groups, k, n = pairs[0][1].shape
     if transpose_rhs:
@@ -436,6 +464,7 @@ def _row_products(
             high, wide = _piece(width)
             here = pl.ds(at["j"] * width + column, wide)
             vectors = [
+                # pyrefly: ignore[missing-argument]  # jax before 0.11
                 plgpu.load(bias.at[at["group"], here], optimized=False)
                 for bias in biases
             ]
@@ -443,6 +472,7 @@ def _row_products(
                 lax.broadcast_in_dim(v.astype(jnp.float32), (high, wide), (1,))
                 for v in vectors
             ]
+            assert epilogue is not None
             return epilogue(sums, extras, vectors)
 
         return Work(
@@ -460,7 +490,7 @@ def _row_products(
         )
 
     shape = (*pairs[0][0].shape[:-1], n)
-    return call(
+    outs = call(
         config,
         make_work,
         (*tables, *operands),
@@ -471,6 +501,7 @@ def _row_products(
         rhs_transposed=transpose_rhs,
         name=name,
     )
+    return [out if given == m else out[..., :given, :] for out in outs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -495,14 +526,15 @@ class _Packed:
         tile_m = self.config.tile_m
         return (self.m + self.halves * ALIGNMENT * self.groups + tile_m - 1) // tile_m
 
-    def tables(self, group_sizes):
+    def tables(self, group_sizes) -> tuple[jax.Array, ...]:
         table = _tables(group_sizes, self.config.tile_m, self.alignment)
         return table, _groups_of_tiles(table, self.row_tiles)
 
     def rows(self, ref, at, row, count):
         return ref.at[pl.ds(pl.multiple_of(at["row"] + row, ALIGNMENT), count)]
 
-    def work(self, table, groups_of_tiles) -> dict[str, Any]:
+    def work(self, *tables) -> dict[str, Any]:
+        table, groups_of_tiles = tables
         last, tile_m = self.groups - 1, self.config.tile_m
         good = table[2, last] == 0
         used = lax.select(good, table[0, last], jnp.int32(0))
@@ -510,42 +542,44 @@ class _Packed:
 
         def locate(number):
             i, j = plgpu.planar_snake(number, grid, 1, self.config.band)
-            return dict(tile=i, j=j)
+            return {"tile": i, "j": j}
 
         def resolve(at, loading):
             row = at["tile"] * tile_m
             if not (loading or self.halves or self.needs_group):
                 return dict(at, row=row)
             group = groups_of_tiles[at["tile"]]
+            half = False
             if self.halves:  # also right behind the last group
-                row = (at["tile"] - _start(table, 0, group)) * tile_m
-                row = row + _start(table, 1, group)
-            group = lax.min(group, last)
-            half = table[1, group] - row == ALIGNMENT if self.halves else False
-            return dict(at, row=row, group=group, half=half)
+                inside = (at["tile"] - _start(table, 0, group)) * tile_m
+                row = lax.select(good, _start(table, 1, group) + inside, row)
+                left = table[1, lax.min(group, last)] - row
+                half = jnp.logical_and(good, left == ALIGNMENT)
+            return dict(at, row=row, group=lax.min(group, last), half=half)
 
-        return dict(
-            num_tiles=grid[0] * grid[1],
-            locate=locate,
-            steps=lambda at: lax.select(
+        return {
+            "num_tiles": grid[0] * grid[1],
+            "locate": locate,
+            "steps": lambda at: lax.select(
                 at["tile"] < used, jnp.int32(self.num_steps), jnp.int32(0)
             ),
-            resolve=resolve,
-            fill=_fill(good),
-            halves=self.halves,
-        )
+            "resolve": resolve,
+            "fill": _fill(good),
+            "halves": self.halves,
+        }
 
 
 class _Batches(_Packed):
     """Tiles of rows [G, M, ...], of which each group has its first ones."""
 
-    def tables(self, group_sizes):
+    def tables(self, group_sizes) -> tuple[jax.Array, ...]:
         return (group_sizes.astype(jnp.int32),)
 
     def rows(self, ref, at, row, count):
         return ref.at[at["group"], pl.ds(at["row"] + row, count)]
 
-    def work(self, counts) -> dict[str, Any]:
+    def work(self, *tables) -> dict[str, Any]:
+        (counts,) = tables
         tile_m = self.config.tile_m
         row_tiles = pl.cdiv(self.m, tile_m)
 
@@ -555,18 +589,18 @@ class _Batches(_Packed):
             number = lax.rem(number, jnp.int32(self.groups * self.columns))
             group = lax.div(number, jnp.int32(self.columns))
             j = lax.rem(number, jnp.int32(self.columns))
-            return dict(row=tile * tile_m, group=group, j=j)
+            return {"row": tile * tile_m, "group": group, "j": j}
 
         def rows(at):
             return counts[at["group"]] - at["row"]
 
-        return dict(
-            num_tiles=row_tiles * self.groups * self.columns,
-            locate=locate,
-            steps=lambda at: lax.select(
+        return {
+            "num_tiles": row_tiles * self.groups * self.columns,
+            "locate": locate,
+            "steps": lambda at: lax.select(
                 rows(at) > 0, jnp.int32(self.num_steps), jnp.int32(0)
             ),
-            resolve=lambda at, loading: at,
-            fill=jnp.float32(0),
-            rows=rows,
-        )
+            "resolve": lambda at, loading: at,
+            "fill": jnp.float32(0),
+            "rows": rows,
+        }

@@ -435,6 +435,25 @@ class SetUp:
         self, identity: int, timeout_s: float, warn_after_s: float
     ) -> CudaMemory:
         """Registers the communicator, which owns the memory from then on."""
+
+        def release():
+            self.module.release_communicator(identity)
+
+        if self.processes is None:
+            self._register(identity, timeout_s, warn_after_s)
+        else:
+            with Told() as told:
+                self._register(identity, timeout_s, warn_after_s)
+            try:
+                # Nobody begins before everybody has mapped.
+                self._agree("ready", told.problem)
+            except BaseException:
+                if told.problem is None:
+                    release()
+                raise
+        return CudaMemory(release, self.memory_bytes, self.reachable)
+
+    def _register(self, identity: int, timeout_s: float, warn_after_s: float) -> None:
         self.module.create_communicator(
             identity,
             self.module.CommunicatorArguments(
@@ -453,18 +472,6 @@ class SetUp:
         self.holdings.mapped.clear()
         self.holdings.allocated.clear()
 
-        def release():
-            self.module.release_communicator(identity)
-
-        if self.processes is not None:
-            try:
-                # Nobody begins before everybody has mapped.
-                self.processes.barrier("ready")
-            except BaseException:
-                release()
-                raise
-        return CudaMemory(release, self.memory_bytes, self.reachable)
-
     def _place_ranks(self) -> None:
         self.places = [self._place(*place) for place in self._ranks_here()]
 
@@ -476,7 +483,7 @@ class SetUp:
             ordinal=device.local_hardware_id,
             rank=rank,
             control=[self.control[group, r] for r in range(self.num_ranks)],
-            same_process=sum(1 << r for r, d in enumerate(devices) if reach.is_here(d)),
+            same_process=[r for r, d in enumerate(devices) if reach.is_here(d)],
             regions=self._table(group, device) if split else 0,
             exported=[(piece.base, piece.size) for piece in exported],
         )

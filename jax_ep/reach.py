@@ -63,9 +63,11 @@ class Told(contextlib.AbstractContextManager):
         self.problem: str | None = None
 
     def __exit__(self, kind, error, _) -> bool:
-        if not isinstance(error, (RuntimeError, OSError)):
+        if not isinstance(error, Exception):
             return False
-        self.problem = self.problem or str(error)
+        expected = isinstance(error, (RuntimeError, OSError))
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        self.problem = self.problem or text
         return True
 
 

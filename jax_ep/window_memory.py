@@ -100,7 +100,7 @@ class _WindowSetUp(SetUp):
             ordinal=device.local_hardware_id,
             rank=rank,
             control=[self.control[group, r] for r in range(self.num_ranks)],
-            same_process=0,
+            same_process=[],
             regions=0,
             exported=[],
         )

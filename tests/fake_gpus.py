@@ -7,9 +7,80 @@ import ctypes
 import enum
 import os
 import types
+from typing import ClassVar
 
 UNIT = 2048
 ARENA = 10 * UNIT
+
+
+# What crosses into jax_ep._cuda -------------------------------------------------
+
+
+def integer(bits, *, signed=True):
+    """Whether a value is an integer that C++'s holds, as nanobind asks."""
+    least, most = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
+    return lambda value: isinstance(value, int) and least <= value < most
+
+
+def list_of(holds):
+    return lambda value: isinstance(value, list) and all(map(holds, value))
+
+
+def pair_of(holds):
+    return lambda value: len(value) == 2 and all(map(holds, value))
+
+
+INT32, INT64, UINT64 = integer(32), integer(64), integer(64, signed=False)
+RANGES = list_of(pair_of(UINT64))
+
+
+class Bound:
+    """A struct of the native module: what it does not hold is a TypeError.
+
+    Attributes:
+      FIELDS: of each argument, whether a value is one of its C++ type's.
+    """
+
+    FIELDS: ClassVar = {}
+
+    def __init__(self, **given):
+        wrong = given.keys() ^ self.FIELDS.keys()
+        wrong |= {k for k in given.keys() - wrong if not self.FIELDS[k](given[k])}
+        if wrong:
+            raise TypeError(
+                f"{type(self).__name__}: incompatible function arguments: "
+                + ", ".join(sorted(wrong))
+            )
+        self.__dict__.update(given)
+
+
+class Place(Bound):
+    FIELDS: ClassVar = {
+        "ordinal": INT32,
+        "rank": INT32,
+        "control": list_of(UINT64),
+        "same_process": list_of(INT32),
+        "regions": UINT64,
+        "exported": RANGES,
+    }
+
+
+class CommunicatorArguments(Bound):
+    FIELDS: ClassVar = {
+        "num_ranks": INT32,
+        "num_sms": INT32,
+        "timeout_s": lambda value: isinstance(value, (int, float)),
+        "warn_after_s": lambda value: isinstance(value, (int, float)),
+        "num_channels": INT32,
+        "staging_bytes": INT64,
+        "places": list_of(lambda value: isinstance(value, Place)),
+        "has_other_processes": lambda value: isinstance(value, bool),
+        "mapped": RANGES,
+        "allocated": list_of(UINT64),
+    }
+
+
+# Devices and their driver -------------------------------------------------------
 
 
 class Gpu:

@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
+from fake_gpus import CommunicatorArguments, Place
 from jax.sharding import Mesh
 
 import jax_ep
@@ -141,8 +142,7 @@ class Module(types.ModuleType):
         return 1000 * num_ranks
 
     max_regions = 8
-    Place = types.SimpleNamespace
-    CommunicatorArguments = types.SimpleNamespace
+    Place, CommunicatorArguments = Place, CommunicatorArguments
 
     def staging_size(self, staging_bytes, num_channels, num_ranks):
         least = 2048 * num_channels * (num_ranks - 1)
@@ -300,7 +300,7 @@ class TestSetUp:
             assert driver.memory == dict.fromkeys(made.allocated, (0, 2000))
             for place in made.places:
                 assert place.control == made.allocated
-                assert (place.same_process, place.regions) == (3, 0)
+                assert (place.same_process, place.regions) == ([0, 1], 0)
             assert (made.has_other_processes, made.mapped) == (False, [])
             assert comm.describe()["memory_bytes"] == 4000
             assert driver.current == []

@@ -20,8 +20,10 @@ from fake_gpus import (
     FAILS,
     OK,
     UNIT,
+    CommunicatorArguments,
     Driver,
     Gpu,
+    Place,
     close_fabric,
     fabric_files,
 )
@@ -63,7 +65,7 @@ class Module:
     """One process's jax_ep._cuda."""
 
     max_regions = 8
-    Place = CommunicatorArguments = types.SimpleNamespace
+    Place, CommunicatorArguments = Place, CommunicatorArguments
 
     def __init__(self):
         self.problem = ""
@@ -250,7 +252,7 @@ def test_one_gpu_in_each_process(see_all):
         made = process.module.created
         (place,) = made.places
         ordinal = me if see_all else 0
-        assert (place.ordinal, place.rank, place.same_process) == (ordinal, me, 1 << me)
+        assert (place.ordinal, place.rank, place.same_process) == (ordinal, me, [me])
         assert (made.num_channels, made.staging_bytes) == (2, STAGING)
         assert made.has_other_processes
         assert held[me].exported == {0, 1, 2}
@@ -280,7 +282,7 @@ def test_several_gpus_in_each_process():
     for me, process in enumerate(job.processes):
         first, second = process.module.created.places
         assert first.control == second.control
-        assert first.same_process == second.same_process == [3, 12][me]
+        assert first.same_process == second.same_process == [[0, 1], [2, 3]][me]
         tables = [job.table(me, place) for place in (first, second)]
         assert tables[0] == tables[1]
         filled = [rank for rank, regions in enumerate(tables[0]) if regions]
@@ -292,6 +294,34 @@ def test_several_gpus_in_each_process():
     close(job)
 
 
+@pytest.mark.parametrize(("processes", "gpus"), [(5, 13), (18, 4), (4, 24)])
+def test_as_many_ranks_as_a_node_may_have(processes, gpus):
+    """65, 72 and 96: more than a word has bits."""
+    ranks = processes * gpus
+    names = [f"{rank:02x}:0" for rank in range(ranks)]
+    job = Job(*(names[i : i + gpus] for i in range(0, ranks, gpus)), see_all=False)
+    held = job.run(timeout_s=60.0)
+    assert [one.exported for one in held] == [set(range(ranks))] * processes
+    for me, process in enumerate(job.processes):
+        here = list(range(me * gpus, (me + 1) * gpus))
+        places = process.module.created.places
+        assert [place.rank for place in places] == here
+        assert all(place.same_process == here for place in places)
+        regions = job.table(me, places[0])
+        for peer in range(ranks):
+            assert (regions[peer] == []) == (peer in here)
+        # One of another process and the last rank: where their memory is.
+        for peer in {(here[-1] + 1) % ranks, ranks - 1} - set(here):
+            owner, other = peer // gpus, peer % gpus
+            theirs = job.processes[owner].module.created.places[other]
+            at = places[0].control[peer]
+            assert same_memory(job, me, at, owner, theirs.control[peer])
+            ((begin, size, at),) = regions[peer]
+            assert theirs.exported == [(begin, size)]
+            assert same_memory(job, me, at + 5, owner, begin + 5)
+    close(job)
+
+
 def test_groups_inside_a_process_share_nothing():
     job = Job(["00:1", "00:2"], ["00:3", "00:4"], groups=[[0, 1], [2, 3]])
     held = job.run(staging_bytes=1)
@@ -299,7 +329,7 @@ def test_groups_inside_a_process_share_nothing():
         made = process.module.created
         assert made.mapped == []
         assert [place.regions for place in made.places] == [0, 0]
-        assert [place.same_process for place in made.places] == [3, 3]
+        assert [place.same_process for place in made.places] == [[0, 1]] * 2
         assert held[me].memory_bytes == 2 * CONTROL
         assert "cuMemCreate" not in process.driver.calls
     close(job)
@@ -310,7 +340,7 @@ def test_groups_across_processes():
     job.run()
     for me, process in enumerate(job.processes):
         for number, place in enumerate(process.module.created.places):
-            assert (place.rank, place.same_process) == (me, 1 << me)
+            assert (place.rank, place.same_process) == (me, [me])
             (address,) = [a for r, a in enumerate(place.control) if r != me]
             access = process.driver.spaces[address][2]
             assert access == (2 * me + number,)
@@ -403,6 +433,24 @@ def test_a_table_that_cannot_be_made_is_told_to_all():
     close(job)
 
 
+@pytest.mark.parametrize("step", ["Place", "create_communicator"])
+def test_what_the_native_module_refuses_is_told_to_all(monkeypatch, step):
+    """Any exception: one process's alone must not make the others wait."""
+    job = Job(["00:1"], ["00:2"])
+
+    def refuse(*_, **__):
+        raise TypeError("incompatible function arguments")
+
+    monkeypatch.setattr(job.processes[1].module, step, refuse)
+    for error in job.run(timeout_s=30.0):
+        assert isinstance(error, peer_memory.CannotWork)
+        assert str(error) == ("process 1: TypeError: incompatible function arguments")
+    assert job.processes[1].module.created is None
+    # The others' native side has released what it had taken.
+    assert job.processes[0].module.released == ([7] if step != "Place" else [])
+    close(job)
+
+
 def test_a_self_test_that_fails_is_told_to_all():
     job = Job(["00:1"], ["00:2"])
     job.processes[1].module.problem = "GPU 0: loading a kernel failed"
@@ -472,7 +520,7 @@ def test_hosts_of_an_nvlink_domain():
         made = process.module.created
         assert made.staging_bytes == STAGING
         for place in made.places:
-            assert place.same_process == [3, 12][me]
+            assert place.same_process == [[0, 1], [2, 3]][me]
             assert place.exported == []
             assert job.table(me, place) == [[]] * 4
             for peer in range(4):
@@ -541,6 +589,54 @@ def test_a_process_that_dies_before_the_end():
     assert "ready: process 0 waited 1.0 s for process 1" in str(first)
     assert job.processes[0].module.released == [7]
     close(job)
+
+
+# What stands for the native module ---------------------------------------------
+
+
+def test_the_binding_made_of_python_takes_what_the_native_one_takes():
+    native_module = pytest.importorskip("jax_ep._cuda")
+    edges = [-1, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
+    good = {
+        Place: {
+            "ordinal": 0,
+            "rank": 0,
+            "control": [],
+            "same_process": [],
+            "regions": 0,
+            "exported": [],
+        },
+        CommunicatorArguments: {
+            "num_ranks": 1,
+            "num_sms": 1,
+            "timeout_s": 1.0,
+            "warn_after_s": 1.0,
+            "num_channels": 0,
+            "staging_bytes": 0,
+            "places": [],
+            "has_other_processes": False,
+            "mapped": [],
+            "allocated": [],
+        },
+    }
+    for fake, arguments in good.items():
+        real = getattr(native_module, fake.__name__)
+        assert list(arguments) == list(fake.FIELDS)
+        for name, value in arguments.items():
+            for edge in edges:
+                wrong = [edge] if isinstance(value, list) else edge
+                for given in (wrong, [(edge, 0)], None, "1"):
+                    assert takes(fake, arguments | {name: given}) == takes(
+                        real, arguments | {name: given}
+                    ), (fake.__name__, name, given)
+
+
+def takes(made, arguments):
+    try:
+        made(**arguments)
+    except TypeError:
+        return False
+    return True
 
 
 # Which memory XLA cuts its arrays from -------------------------------------------

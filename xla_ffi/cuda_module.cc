@@ -97,12 +97,13 @@ using Range = std::pair<uint64_t, uint64_t>;
 
 // One local device. `control` holds the control memory of each rank of its
 // group as the device sees it. What follows serves groups of several processes:
-// `regions` is the address of the table in PeerView, 0 in other groups.
+// `same_process` are the ranks of this process, `regions` is the address of the
+// table in PeerView, 0 in other groups.
 struct Place {
   int32_t ordinal;
   int32_t rank;
   std::vector<uint64_t> control;
-  uint64_t same_process;
+  std::vector<int32_t> same_process;
   uint64_t regions;
   std::vector<Range> exported;
 };
@@ -139,13 +140,28 @@ PeerView ViewOf(const CommunicatorArguments& from, const Place& place) {
   for (int32_t peer = 0; peer < from.num_ranks; ++peer) {
     view.control[peer] = reinterpret_cast<std::byte*>(place.control[peer]);
   }
-  view.same_process = place.same_process;
+  for (const int32_t rank : place.same_process) view.same_process.Add(rank);
   if (place.regions != 0) {
     view.regions = reinterpret_cast<const Region*>(place.regions);
     view.num_channels = from.num_channels;
     view.staging_bytes = from.staging_bytes;
   }
   return view;
+}
+
+// Python hands these over: what does not fit a PeerView is refused.
+void CheckPlace(const Place& place, int32_t num_ranks) {
+  const auto is_rank = [&](int32_t r) { return 0 <= r && r < num_ranks; };
+  if (num_ranks > kMaxRanks) {
+    throw std::invalid_argument("jax_ep: more ranks than a node may have");
+  }
+  if (place.control.size() != static_cast<size_t>(num_ranks)) {
+    throw std::invalid_argument("jax_ep: control memory of too few ranks");
+  }
+  if (!is_rank(place.rank) || !std::all_of(place.same_process.begin(),
+                                           place.same_process.end(), is_rank)) {
+    throw std::invalid_argument("jax_ep: a rank that the group does not have");
+  }
 }
 
 void Check(const char* call, cudaError_t status) {
@@ -193,9 +209,7 @@ void CreateCommunicator(int64_t id, const CommunicatorArguments& from) {
   WaitNotes::Get();  // its thread is started, or this is an error
   auto communicator = MakeReleased<CudaCommunicator>();
   for (const Place& place : from.places) {
-    if (place.control.size() != static_cast<size_t>(from.num_ranks)) {
-      throw std::invalid_argument("jax_ep: control memory of too few ranks");
-    }
+    CheckPlace(place, from.num_ranks);
     communicator->views[place.ordinal] = ViewOf(from, place);
     communicator->exported[place.ordinal] = Ranges(place.exported);
   }
@@ -277,8 +291,8 @@ NB_MODULE(_cuda, m) {
   m.def("num_sms", &NumSms, nb::arg("ordinal"), nb::arg("asked_for"));
   m.def("begin_program", &ControlSlots::BeginProgram);
   nb::class_<Place>(m, "Place")
-      .def(nb::init<int32_t, int32_t, std::vector<uint64_t>, uint64_t, uint64_t,
-                    std::vector<Range>>(),
+      .def(nb::init<int32_t, int32_t, std::vector<uint64_t>,
+                    std::vector<int32_t>, uint64_t, std::vector<Range>>(),
            nb::arg("ordinal"), nb::arg("rank"), nb::arg("control"),
            nb::arg("same_process"), nb::arg("regions"), nb::arg("exported"));
   nb::class_<CommunicatorArguments>(m, "CommunicatorArguments")

@@ -72,7 +72,7 @@ struct Rings {
   __device__ int32_t num_ranks() const { return control.num_ranks(); }
   // Whether rings lead to that rank: it belongs to another process.
   __device__ bool Leads(int32_t peer) const {
-    return !(control.op.view.same_process >> peer & 1);
+    return !control.op.view.same_process.Has(peer);
   }
 
   __device__ std::byte* Memory(int32_t owner) const {

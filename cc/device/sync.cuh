@@ -205,7 +205,7 @@ static __device__ void PublishReady(const Control& control,
 static __device__ std::byte* Reach(const Control& control, int32_t peer,
                                    uint64_t address) {
   const PeerView& view = control.op.view;
-  if (view.same_process >> peer & 1) {
+  if (view.same_process.Has(peer)) {
     return reinterpret_cast<std::byte*>(address & ~kNotExported);
   }
   if (address & kNotExported) return nullptr;
