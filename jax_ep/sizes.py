@@ -14,6 +14,7 @@ from jax_ep.primitive_rules import row_bytes
 if TYPE_CHECKING:
     from jax_ep.plan import Plan, PlanRequest
 
+
 class Defaults(tuple[str, ...]):
     """Names of the capacities that nobody chose.
 
