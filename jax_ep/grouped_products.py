@@ -187,7 +187,8 @@ def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
 
 def default_precision() -> Any:
     """What jax.default_matmul_precision says here, as lax's products take it."""
-    return jax.config.jax_default_matmul_precision
+    config: Any = jax.config
+    return config.jax_default_matmul_precision
 
 
 def _found(array: jax.Array) -> str:

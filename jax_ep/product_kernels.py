@@ -29,7 +29,7 @@ def why_none(ctx: mlir.LoweringRuleContext) -> str | None:
     The first operand is group_sizes. All others, and results, are [rows, columns],
     [groups, columns] or [groups, columns, columns].
     """
-    arrays = [*ctx.avals_in[1:], *ctx.avals_out]
+    arrays: list[Any] = [*ctx.avals_in[1:], *ctx.avals_out]
     return unsupported_reason(
         # Without a device nobody knows, and Pallas takes it for Hopper, too.
         compute_capability=getattr(_device(ctx), "compute_capability", "9.0"),

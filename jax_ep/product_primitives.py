@@ -176,7 +176,7 @@ def _n(transpose_rhs: bool) -> int:
 def _plain_rows(*operands, num_lhs, dtype, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
     if num_lhs == 1:
-        return [_plain_product(group_sizes, *lhs, r, dtype, **params) for r in rhs[0]]
+        return [_plain_product(group_sizes, lhs[0], r, dtype, **params) for r in rhs[0]]
     sums = []
     for column in zip(*rhs, strict=True):
         terms = [
