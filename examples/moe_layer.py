@@ -65,6 +65,7 @@ args = [jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
 args = [(0.2 * a).astype(jnp.bfloat16) for a in args]  # GPUs multiply 16 bits fast
 placed = jax.device_put(args, [NamedSharding(mesh, spec) for spec in specs])
 ours = output_and_gradients(parallel_layer)(*placed)
+ours = [a.astype(jnp.float32) for a in ours]
 dense = output_and_gradients(dense_layer)(*(a.astype(jnp.float32) for a in args))
 
 print(

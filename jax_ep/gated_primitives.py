@@ -117,7 +117,8 @@ def _gate_and_up(group_sizes, rows, *others, **products) -> list[jax.Array]:
     values = row_blocks(group_sizes, [rows], [others[:2]], **products)
     for i, bias in enumerate(others[2:]):
         dtype = wide(rows.dtype)
-        value = values[i] + bias_rows(group_sizes, bias, len(rows), dtype)
+        value = values[i].astype(dtype)
+        value += bias_rows(group_sizes, bias, len(rows), dtype)
         values[i] = value.astype(rows.dtype)
     return values
 

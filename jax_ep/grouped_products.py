@@ -168,7 +168,7 @@ def gated_mlp(
         return output
     dtype = product_primitives.wide(rows.dtype)
     bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
-    return (output + bias).astype(rows.dtype)
+    return (output.astype(dtype) + bias).astype(rows.dtype)
 
 
 def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
@@ -187,7 +187,8 @@ def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
 
 def default_precision() -> Any:
     """What jax.default_matmul_precision says here, as lax's products take it."""
-    return jax.config.jax_default_matmul_precision
+    config: Any = jax.config
+    return config.jax_default_matmul_precision
 
 
 def _found(array: jax.Array) -> str:

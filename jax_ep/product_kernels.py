@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 
 from jax_ep import mosaic_products
 from jax_ep.mosaic_kernel import ALIGNMENT, unsupported_reason
+from jax_ep.product_primitives import group_of_rows
 
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
 
@@ -28,7 +29,7 @@ def why_none(ctx: mlir.LoweringRuleContext) -> str | None:
     The first operand is group_sizes. All others, and results, are [rows, columns],
     [groups, columns] or [groups, columns, columns].
     """
-    arrays = [*ctx.avals_in[1:], *ctx.avals_out]
+    arrays: list[Any] = [*ctx.avals_in[1:], *ctx.avals_out]
     return unsupported_reason(
         # Without a device nobody knows, and Pallas takes it for Hopper, too.
         compute_capability=getattr(_device(ctx), "compute_capability", "9.0"),
@@ -164,13 +165,14 @@ class _Groups:
         ends, room_ends = jnp.cumsum(group_sizes), jnp.cumsum(self.sizes)
         group, inside = group_of_rows(room_ends, room)
         before = (room_ends - self.sizes)[group]
-        offset = jnp.arange(room) - before
+        offset = jnp.arange(room, dtype=jnp.int32) - before
         inside &= offset < group_sizes[group]
         source = (ends - group_sizes)[group] + offset
         self._source = jnp.where(inside, source, num_rows)
         group, inside = group_of_rows(ends, num_rows)
         target = (
-            jnp.arange(num_rows) + (room_ends - self.sizes - ends + group_sizes)[group]
+            jnp.arange(num_rows, dtype=jnp.int32)
+            + (room_ends - self.sizes - ends + group_sizes)[group]
         )
         self._target = jnp.where(inside, target, room)
 
@@ -185,13 +187,3 @@ class _Groups:
         if not self._copies:
             return rows
         return rows.at[self._target].get(mode="fill", fill_value=0)
-
-
-def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
-    # The default method is a loop of small kernels on GPUs.
-    group = jnp.searchsorted(
-        ends, jnp.arange(num_rows), side="right", method="compare_all"
-    )
-    inside = group < len(ends)
-    return jnp.where(inside, group, 0), inside

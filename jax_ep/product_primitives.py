@@ -176,7 +176,7 @@ def _n(transpose_rhs: bool) -> int:
 def _plain_rows(*operands, num_lhs, dtype, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
     if num_lhs == 1:
-        return [_plain_product(group_sizes, *lhs, r, dtype, **params) for r in rhs[0]]
+        return [_plain_product(group_sizes, lhs[0], r, dtype, **params) for r in rhs[0]]
     sums = []
     for column in zip(*rhs, strict=True):
         terms = [
@@ -191,7 +191,7 @@ def _plain_product(group_sizes, lhs, rhs, dtype, *, transpose_rhs, precision, **
     if 0 in lhs.shape or 0 in rhs.shape:
         return jnp.zeros((lhs.shape[0], rhs.shape[_n(transpose_rhs)]), dtype)
     if _is_bias(lhs, transpose_rhs):
-        group, inside = _group_of_rows(group_sizes, lhs.shape[0])
+        group, inside = group_of_rows(jnp.cumsum(group_sizes), lhs.shape[0])
         bias = jnp.where(inside[:, None], rhs[group, 0], 0)
         return jnp.where(inside[:, None], lhs * bias, 0).astype(dtype)
     return lax.ragged_dot_general(
@@ -212,8 +212,8 @@ def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
     if 0 in lhs.shape or 0 in rhs.shape or 0 in group_sizes.shape:
         return [jnp.zeros((*group_sizes.shape, lhs.shape[1], rhs.shape[1]), dtype)]
     if _is_bias(lhs):
-        group, inside = _group_of_rows(group_sizes, lhs.shape[0])
-        of_group = group[:, None] == jnp.arange(len(group_sizes))
+        group, inside = group_of_rows(jnp.cumsum(group_sizes), lhs.shape[0])
+        of_group = group[:, None] == jnp.arange(len(group_sizes), dtype=jnp.int32)[None]
         terms = jnp.where(inside[:, None], lhs * rhs, 0)
         sums = lax.dot_general(
             (of_group & inside[:, None]).astype(terms.dtype),
@@ -249,14 +249,13 @@ def _is_bias(lhs, transpose_rhs: bool = False, **_) -> bool:
     return lhs.shape[1] == 1 and not transpose_rhs
 
 
-def _group_of_rows(group_sizes, num_rows: int):
-    """(i32[M], bool[M]): the group of each row, and whether it has one."""
-    ends = jnp.cumsum(group_sizes)
+def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
     # The default method is a loop of small kernels on GPUs.
     group = jnp.searchsorted(
-        ends, jnp.arange(num_rows), side="right", method="compare_all"
+        ends, jnp.arange(num_rows, dtype=jnp.int32), side="right", method="compare_all"
     )
-    inside = group < len(group_sizes)
+    inside = group < len(ends)
     return jnp.where(inside, group, 0), inside
 
 

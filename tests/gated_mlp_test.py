@@ -150,7 +150,7 @@ def test_an_activation_with_a_slope_of_its_own(doubles):
 
     def f(rows, mlp, slope):
         return jax_ep.gated_mlp(
-            rows, SIZES, *mlp[:3], activation=lambda g: jnp.tanh(slope * g)
+            rows, SIZES, *mlp[:3], activation=lambda g: jnp.tanh(slope[None] * g)
         )
 
     check_grads(jax.jit(f), (rows, Mlp(*mlp[:3]), slope), order=1)

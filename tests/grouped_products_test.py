@@ -209,6 +209,7 @@ def test_vmap(axes, doubles):
             ]
         )
 
+    wanted = found = ()
     for function in (batch, one_by_one):
         out, pull = jax.vjp(function, *operands[:2])
         found = (out, *pull(jnp.sin(out)))

@@ -32,6 +32,9 @@ def interpreted(function, *arrays):
 
     with (
         mosaic_gpu.force_gpu_interpret_mode(),
+        # The interpreter itself promotes ranks.
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
         pytest.MonkeyPatch.context() as patch,
         warnings.catch_warnings(),
     ):
