@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import run_script
 from safetensors.numpy import load_file, save_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -24,7 +25,6 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "published")]
 import config as model_config  # noqa: E402
 import decoder  # noqa: E402
 import families  # noqa: E402
-import generate  # noqa: E402
 import weights  # noqa: E402
 from model import Model  # noqa: E402
 
@@ -340,15 +340,18 @@ def test_other_quantization(tmp_path):
     refused(copy.write(tmp_path), "missing", "'awq'")
 
 
-def test_program(tmp_path, capsys):
+def test_program(tmp_path):
+    """As a user starts it, on devices of its own."""
     expected = golden("mixtral")
     np.save(tmp_path / "ids.npy", expected["input_ids"])
     out = tmp_path / "out.npz"
-    words = (
-        f"{GOLDEN}/mixtral --input-ids {tmp_path}/ids.npy --new-tokens 3 --out {out}"
-    )
-    generate.main([*words.split(), "--ranks", "2", "--quiet", "--dtype", "float32"])
-    assert "6 tokens of 2 sequences" in capsys.readouterr().out
+    words = f"{GOLDEN}/mixtral --input-ids {tmp_path}/ids.npy --out {out}"
+    options = "--new-tokens 3 --ranks 2 --platform cpu"
+    program = ROOT / "examples" / "published" / "generate.py"
+    result = run_script(str(program), *words.split(), *options.split())
+    assert result.returncode == 0, result.stderr
+    assert "6 tokens of 2 sequences" in result.stdout
+    assert "reading: 100%" in result.stderr
     with np.load(out) as found:
         np.testing.assert_array_equal(found["generated"], expected["generated"][:, :3])
         assert found["generated"].dtype == np.int32

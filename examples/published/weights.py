@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import safetensors
 import tqdm
@@ -28,6 +29,8 @@ INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 # Longest header that the format allows.
 MAX_HEADER_BYTES = 100_000_000
+# safetensors' name of float8_e4m3fn.
+FP8 = "F8_E4M3"
 # Numbers that MXFP4 writes in four bits.
 FP4_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
@@ -51,6 +54,7 @@ class Checkpoint:
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
         self.quantization: Mapping[str, Any] = raw.get("quantization_config") or {}
         self._file_of = self._files()
         for file in sorted(set(self._file_of.values())):
@@ -89,6 +93,7 @@ class Checkpoint:
                 )
             self.shapes[name] = tuple(entry["shape"])
             self.dtypes[name] = entry["dtype"]
+            self._offsets[name] = begin + entry["data_offsets"][0]
 
     def where(self, name: str) -> str:
         """The file of a tensor, for messages."""
@@ -108,7 +113,7 @@ class Checkpoint:
                 f"says, found {list(self.shapes[name])}"
             )
         scales = f"{name}_scale_inv"
-        if self.dtypes[name].startswith("F8"):
+        if self.dtypes[name] == FP8:
             rows, columns = self._block()
             self.check(scales, (-(-shape[0] // rows), -(-shape[1] // columns)))
 
@@ -125,9 +130,9 @@ class Checkpoint:
     def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """A tensor, or a part of its first axis; FP8 matrices whole and widened."""
         with _named(self.where(name)):
-            array = self._slice(name)[part]
-            if not self.dtypes[name].startswith("F8"):
-                return array
+            if self.dtypes[name] != FP8:
+                return self._slice(name)[part]
+            array = self._fp8(name)
             scales = self._slice(f"{name}_scale_inv")[:]
         rows, columns = self._block()
         scales = np.repeat(np.repeat(scales, rows, 0), columns, 1)
@@ -142,6 +147,16 @@ class Checkpoint:
         scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
         values = values.reshape(*pairs.shape[:-1], -1) * scales[..., None]
         return values.reshape(*values.shape[:-2], -1)
+
+    def _fp8(self, name: str) -> np.ndarray:
+        """A matrix as it lies in the file; safetensors gives NumPy no FP8 arrays."""
+        return np.memmap(
+            self.directory / self._file_of[name],
+            ml_dtypes.float8_e4m3fn,
+            mode="r",
+            offset=self._offsets[name],
+            shape=self.shapes[name],
+        )
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
@@ -335,7 +350,9 @@ def load(
         sharding = NamedSharding(mesh, P(axis))
         return {
             name: jax.make_array_from_callback(
-                shape, sharding, lambda index, name=name: part(name, index)
+                shape,
+                sharding,
+                lambda index, name=name: part(name, index),  # type: ignore[arg-type]
             )
             for name, shape in shapes.items()
         }
