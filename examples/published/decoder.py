@@ -10,7 +10,7 @@ Letters: b sequences of this rank, s tokens of each in this call, t = b * s.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,20 @@ Params = dict[str, Any]
 Cache = tuple[jax.Array, jax.Array]
 # (experts of the layer, x [t, H], topk_idx [t, K], topk_weights [t, K]) -> [t, H]
 ExpertLayer = Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Load(NamedTuple):
+    """How busy the experts of a layer are, by this rank's tokens.
+
+    Attributes:
+      counts: int32 [E], choices of each expert.
+      shares: float32 [E], each expert's softmax share of the tokens, summed.
+      tokens: int32 [], how many they are.
+    """
+
+    counts: jax.Array
+    shares: jax.Array
+    tokens: jax.Array
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
@@ -189,14 +203,20 @@ def feed_forward(params: Params, name: str, config: Config, x: jax.Array) -> jax
 
 def route(
     config: Config, params: Params, x: jax.Array, valid: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Load]:
     """topk_idx and topk_weights [t, K] of x [t, H]; -1 where no token is."""
     router = params["router"]
     logits = x.astype(jnp.float32) @ router["weight"].astype(jnp.float32).T
     if "bias" in router:
         logits += router["bias"].astype(jnp.float32)
     topk_idx, topk_weights = config.route(logits, router.get("correction"))
-    return jnp.where(valid[:, None], topk_idx, -1), topk_weights
+    topk_idx = jnp.where(valid[:, None], topk_idx, -1)
+    load = Load(
+        jax.nn.one_hot(topk_idx, config.experts, dtype=jnp.int32).sum((0, 1)),
+        jnp.where(valid[:, None], jax.nn.softmax(logits), 0).sum(0),
+        valid.sum(),
+    )
+    return topk_idx, topk_weights, load
 
 
 def forward(
@@ -206,7 +226,7 @@ def forward(
     positions: jax.Array,
     expert_layer: ExpertLayer,
     caches: list[Cache] | None = None,
-) -> tuple[jax.Array, list[Cache]]:
+) -> tuple[jax.Array, list[Cache], list[Load]]:
     """Logits float32 [b, s, vocabulary] of token_ids [b, s] at positions [b, s].
 
     An id of -1 is no token: it visits no expert, and its logits mean nothing. With
@@ -216,7 +236,7 @@ def forward(
     positions = jnp.where(valid, positions, jnp.iinfo(jnp.int32).max)
     attention = latent_attention if config.latent else grouped_attention
     x = params["embed_tokens"][jnp.maximum(token_ids, 0)]
-    remembered = []
+    remembered, loads = [], []
     for number, layer in enumerate(params["layers"]):
         y = norm(x, layer["input_layernorm.weight"], config.epsilon)
         y, cache = attention(
@@ -230,9 +250,11 @@ def forward(
         remembered.append(cache)
         x += y
         y = norm(x, layer["post_attention_layernorm.weight"], config.epsilon)
-        x += mixture(config, layer, y, valid, expert_layer)
+        y, load = mixture(config, layer, y, valid, expert_layer)
+        x += y
+        loads += [] if load is None else [load]
     x = norm(x, params["norm"], config.epsilon)
-    return (x @ params["lm_head"].T).astype(jnp.float32), remembered
+    return (x @ params["lm_head"].T).astype(jnp.float32), remembered, loads
 
 
 def mixture(
@@ -241,13 +263,13 @@ def mixture(
     x: jax.Array,
     valid: jax.Array,
     expert_layer: ExpertLayer,
-) -> jax.Array:
+) -> tuple[jax.Array, Load | None]:
     """The feed-forward block of a layer: experts, or one for all."""
     if "experts" not in layer:
-        return feed_forward(layer, "mlp", config, x)
+        return feed_forward(layer, "mlp", config, x), None
     flat = x.reshape(-1, x.shape[-1])
-    topk_idx, topk_weights = route(config, layer, flat, valid.reshape(-1))
+    topk_idx, topk_weights, load = route(config, layer, flat, valid.reshape(-1))
     y = expert_layer(layer["experts"], flat, topk_idx, topk_weights).reshape(x.shape)
     if config.shared_width:
         y += feed_forward(layer, "mlp.shared_experts", config, x)
-    return y
+    return y, load

@@ -47,7 +47,7 @@ class Model:
         self.comm = comm
         self._specs = weights.partition_specs(params, comm.axis_name)
         self._split = P(comm.axis_name)
-        self._prefill = jax.jit(self._on_ranks(self._forward_rank, 2))
+        self._prefill = jax.jit(self._on_ranks(self._prefill_rank, 2))
         self._buffers: dict[int, jax_ep.LowLatencyBuffer] = {}
 
     @classmethod
@@ -114,20 +114,27 @@ class Model:
         generated = np.stack([np.asarray(t) for t in chosen], 1)[:, :new_tokens]
         return np.asarray(logits)[rows], generated[rows]
 
-    def loss(self, params: Any, token_ids: jax.Array, mean_axes: Any = None):
-        """Mean cross entropy of the next token, on one rank, inside shard_map.
+    def loss(self, params: Any, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the next token and of the balance, on one rank, inside shard_map.
 
-        The mean is over all tokens of all ranks of `mean_axes` (default: those of the
-        communicator); token_ids int32 [b, S] are this rank's.
+        token_ids int32 [b, S] are this rank's; both are means over the whole mesh. The
+        cross entropy is over all tokens that follow another. The balance, a mean over
+        layers, is 1 where all experts are equally busy.
         """
-        axes = mean_axes or self.comm.axis_name
-        logits, _ = self._forward_rank(params, token_ids)
+        axes = self.comm.mesh.axis_names
+        logits, _, loads = self._forward_rank(params, token_ids)
         follows = token_ids[:, 1:]
         given = jax.nn.log_softmax(logits[:, :-1])
         given = jnp.take_along_axis(given, jnp.maximum(follows, 0)[..., None], -1)
         counted = follows >= 0
         total = -jnp.where(counted, given[..., 0], 0).sum()
-        return jax.lax.psum(total, axes) / jax.lax.psum(counted.sum(), axes)
+        entropy = jax.lax.psum(total, axes) / jax.lax.psum(counted.sum(), axes)
+        balance = jnp.float32(0)
+        for load in loads:
+            counts, shares, tokens = jax.lax.psum(load, axes)
+            busy = counts / jnp.maximum(counts.sum(), 1)
+            balance += self.config.experts * (busy * shares).sum() / tokens / len(loads)
+        return entropy, balance
 
     def _on_ranks(self, body, arguments: int):
         """`body` on each rank: parameters first, then arrays that are split."""
@@ -145,6 +152,9 @@ class Model:
         return decoder.forward(
             self.config, params, token_ids, positions, self.expert_layer
         )
+
+    def _prefill_rank(self, params, token_ids):
+        return self._forward_rank(params, token_ids)[:2]
 
     def expert_layer(self, experts, x, topk_idx, topk_weights):
         """decoder.ExpertLayer for many tokens."""
@@ -167,7 +177,7 @@ class Model:
             return jax_ep.low_latency_combine(y, topk_weights, handle)
 
         def body(params, tokens, positions, caches):
-            logits, caches = decoder.forward(
+            logits, caches, _ = decoder.forward(
                 self.config,
                 params,
                 tokens[:, None],

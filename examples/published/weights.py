@@ -345,7 +345,7 @@ def load(
                 read[first, last] = family.experts.read(
                     checkpoint, config, prefix, range(first, last)
                 )
-            return read[first, last].pop(name).astype(dtype)
+            return read[first, last][name].astype(dtype)
 
         sharding = NamedSharding(mesh, P(axis))
         return {
