@@ -3,10 +3,11 @@
     python examples/redundant_experts.py    # on all GPUs, or on 8 virtual CPU devices
 
 A router that prefers some experts keeps their ranks busy while the others wait. This
-program counts the load of each expert for some steps, gives every rank room for one more
-expert, and places copies so that ranks are equally busy. Then it trains on: a token goes
-to one of the copies of its expert, and the gradients of copies are summed, so that copies
-stay equal. jax_ep sees physical experts only; the table of copies is two plain arrays.
+program counts the load of each expert for some steps, gives every rank room for one
+more expert, and places copies so that ranks are equally busy. Then it trains on: a
+token goes to one of the copies of its expert, and the gradients of copies are summed,
+so that copies stay equal. jax_ep sees physical experts only; the table of copies is
+two plain arrays.
 """
 
 import jax
