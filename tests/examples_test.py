@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import math
 import pathlib
+import re
 import sys
 
 import harness
@@ -262,6 +263,20 @@ def test_layer_agrees_with_its_reference(name, results, tolerance):
     errors = [float(line.split()[-1]) for line in run_example(name)]
     assert len(errors) == results
     assert max(errors) < tolerance
+
+
+def test_redundant_experts_balance_the_ranks():
+    """The example itself compares copies with each other after each phase."""
+    result = run_script(
+        str(ROOT / "examples" / "redundant_experts.py"),
+        **({} if harness.ON_GPU else {"JAX_PLATFORMS": "cpu"}),
+    )
+    assert result.returncode == 0, result.stderr
+    if harness.ON_GPU and jax.device_count() == 1:
+        return  # one rank is as busy as the average
+    busiest = result.stdout.splitlines()[1]
+    before, after = map(float, re.findall(r"\d\.\d+", busiest))
+    assert after < 1.2 < 2 < before, busiest
 
 
 @pytest.mark.parametrize(
