@@ -39,7 +39,7 @@ def place(load: np.ndarray, ranks: int, room: int) -> np.ndarray:
     for expert in np.repeat(np.argsort(-share), copies[np.argsort(-share)]):
         free = [held for held in placed if len(held) < room]
         others = [held for held in free if expert not in held] or free
-        min(others, key=lambda held: share[held].sum()).append(expert)
+        min(others, key=lambda held: share[held].sum()).append(int(expert))
     return np.array(placed).reshape(-1)
 
 
@@ -112,7 +112,8 @@ class Training:
 
     def run(self, x, target, params, router):
         """STEPS steps: losses, rows of each physical expert, logical parameters."""
-        physical, losses, counts = self.put(params), [], 0
+        physical, losses = self.put(params), []
+        counts = np.zeros(len(self.logical), int)
         for _ in range(STEPS):
             loss, load, physical = self.step(x, target, physical, router)
             losses.append(float(loss))

@@ -190,7 +190,7 @@ def train(
         if not first:
             raise SystemExit(f"{args.out / 'checkpoints'}: there is nothing to resume")
         restore = ocp.args.StandardRestore(jax.tree.map(_like, tuner.state))
-        tuner.state = manager.restore(first, args=restore)
+        tuner.state = dict(manager.restore(first, args=restore))
     history: list[list[float]] = []
     begin = time.perf_counter()
     for step in tqdm.tqdm(range(first, args.steps), "training", unit="step"):

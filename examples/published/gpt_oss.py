@@ -62,7 +62,7 @@ class FusedExperts:
             checkpoint.check(f"{prefix}.{name}", shape)
         return [f"{prefix}.{name}" for name in shapes]
 
-    def shapes(self, config):
+    def shapes(self, config) -> dict[str, tuple[int, ...]]:
         """See families.Experts."""
         experts, hidden, width = config.experts, config.hidden, config.expert_width
         return {
