@@ -23,7 +23,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 import jax_ep  # noqa: E402
-from jax_ep import bootstrap, native  # noqa: E402
+from jax_ep import links, native  # noqa: E402
 
 RANKS, TOKENS = 4, 6
 # A thread that ends calls goes when it has had nothing to do for 5 s.
@@ -75,7 +75,7 @@ def raised(function):
 def exchange(module):
     """A communicator with channels, as one of two processes has it."""
     size, _ = module.staging_size(1 << 20, 2, 2)
-    memories = [bootstrap.create_shared_memory(size, b"") for _ in range(2)]
+    memories = [links.create_shared_memory(size, b"") for _ in range(2)]
     ends = socket.socketpair()
     try:
         arguments = module.ExchangeArguments(
