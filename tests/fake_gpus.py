@@ -30,7 +30,8 @@ def pair_of(holds):
     return lambda value: len(value) == 2 and all(map(holds, value))
 
 
-INT32, INT64, UINT64 = integer(32), integer(64), integer(64, signed=False)
+INT32, INT64 = integer(32), integer(64)
+UINT32, UINT64 = integer(32, signed=False), integer(64, signed=False)
 RANGES = list_of(pair_of(UINT64))
 
 
@@ -58,6 +59,9 @@ class Place(Bound):
     FIELDS: ClassVar = {
         "ordinal": INT32,
         "rank": INT32,
+        "mesh": lambda value: (
+            isinstance(value, tuple) and len(value) == 3 and all(map(UINT32, value))
+        ),
         "control": list_of(UINT64),
         "same_process": list_of(INT32),
         "regions": UINT64,

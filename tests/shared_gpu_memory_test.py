@@ -717,6 +717,7 @@ def test_the_binding_made_of_python_takes_what_the_native_one_takes():
         Place: {
             "ordinal": 0,
             "rank": 0,
+            "mesh": (0, 1, 1),
             "control": [],
             "same_process": [],
             "regions": 0,
