@@ -181,6 +181,14 @@ jax_ep::Operation OperationOf(int rank, bool has_bulk,
   op.view.rank = rank;
   op.view.num_ranks = kRanks;
   op.view.num_sms = 24;
+  op.view.mesh = {.position = static_cast<uint32_t>(rank),
+                  .num_ranks = kRanks,
+                  .stride = 1};
+  auto* position = Take<uint32_t>(1);
+  Check(cudaMemcpy(position, &op.view.mesh.position, sizeof(uint32_t),
+                   cudaMemcpyHostToDevice),
+        "position");
+  op.position = position;
   op.view.has_bulk = has_bulk;
   op.view.timeout_ns = op.view.warn_ns = 10'000'000'000;
   for (int r = 0; r < kRanks; ++r) op.view.control[r] = control[r];

@@ -77,6 +77,9 @@ jax_ep::PeerView ViewOf(int rank, const std::vector<Rank>& ranks,
   view.rank = rank;
   view.num_ranks = num_ranks;
   view.num_sms = 1;
+  view.mesh = {.position = static_cast<uint32_t>(rank),
+               .num_ranks = static_cast<uint32_t>(num_ranks),
+               .stride = 1};
   view.timeout_ns = view.warn_ns = 20'000'000'000;
   view.num_channels = 1;
   view.staging_bytes = kStagingBytes;
@@ -115,9 +118,12 @@ void MakeOperations(Rank& rank, const jax_ep::PeerView& view, bool exported) {
   auto* in = rank.Take<float>(rows.size());
   Write(topk_idx, ids);
   Write(in, rows);
+  auto* position = rank.Take<uint32_t>(1);
+  Write(position, std::vector<uint32_t>{view.mesh.position});
   jax_ep::PlanParams& p = rank.plan;
   p.op.view = view;
   p.op.channel = p.op.tag = 1;
+  p.op.position = position;
   p.num_experts = num_ranks;
   p.expert_alignment = 1;
   p.top_k = kTopK;
