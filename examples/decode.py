@@ -25,6 +25,7 @@ from train_moe_lm import BATCH, NUM_CPU_DEVICES, make_mesh
 import jax_ep
 
 LAYERS = ("low latency", "ordinary")
+WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
 class Decoder:
@@ -148,10 +149,12 @@ class Decoder:
                 comm=self.comm,
                 num_experts=self.model.experts,
             )
-        # rows [L, R * T, H]: each expert's tokens in front, anything behind them.
-        rows, _, handle = jax_ep.low_latency_dispatch(x, experts, buffer=self.buffer)
-        gate, up = rows @ moe.experts.w_gate[...], rows @ moe.experts.w_up[...]
-        y = (jax.nn.silu(gate) * up) @ moe.experts.w_down[...]
+        # rows [L, R * T, H]: counts[e] tokens of expert e in front, anything behind.
+        rows, counts, handle = jax_ep.low_latency_dispatch(
+            x, experts, buffer=self.buffer
+        )
+        parameters = (getattr(moe.experts, name)[...] for name in WEIGHTS)
+        y = jax_ep.gated_mlp(rows, counts, *parameters)
         return jax_ep.low_latency_combine(y, weights, handle)
 
 

@@ -10,12 +10,16 @@ two linear maps, each the other's transpose:
 So a backward pass keeps rows, gate and up, hidden values are written again by the
 kernel that takes the cotangents back through them, and all other products are those
 of product_primitives.py.
+
+ep_gated_batches is the MLP of batches [G, M, H], of which each group has its first
+rows. Its derivatives are those of plain JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +68,22 @@ def gated_mlp(
         glu=glu,
         group_alignment=group_alignment,
         precision=precision,
+    )
+    return out
+
+
+def gated_batches(
+    counts: jax.Array,
+    rows: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    *,
+    glu: Glu,
+    precision: Any,
+) -> jax.Array:
+    """Binds ep_gated_batches: the first counts[g] of rows[g] -> [G, M, N]."""
+    (out,) = batches_p.bind(
+        *equally_varying(counts, rows, *weights, *biases), glu=glu, precision=precision
     )
     return out
 
@@ -169,7 +189,37 @@ def _plain_down_vjp(group_sizes, gate, up, w_down, ct, *, glu, by_weights, **pro
     return found
 
 
+def plain_batches(
+    counts, rows, w_gate, w_up, w_down, *biases, glu, precision
+) -> list[jax.Array]:
+    """The MLP of batches by products of whole batches: [its output]."""
+    inside = jnp.arange(rows.shape[1])[None] < counts[:, None]
+
+    def times(lhs, matrix, bias=None):
+        out = jax.lax.dot_general(
+            lhs,
+            matrix,
+            (([2], [1]), ([0], [0])),
+            precision=precision,
+            preferred_element_type=wide(rows.dtype),
+        )
+        if bias is not None:
+            out += bias.astype(out.dtype)[:, None]
+        return out.astype(rows.dtype)
+
+    rows = jnp.where(inside[:, :, None], rows, 0)
+    b_gate, b_up = biases or (None, None)
+    gate, up = times(rows, w_gate, b_gate), times(rows, w_up, b_up)
+    hidden = glu(*_widened(gate, up)).astype(rows.dtype)
+    return [jnp.where(inside[:, :, None], times(hidden, w_down), 0)]
+
+
 # Abstract evaluation ---------------------------------------------------------
+
+
+def _batches_abstract_eval(counts, rows, w_gate, w_up, w_down, *biases, **_):
+    del counts, w_gate, w_up, biases
+    return [result_aval(rows, (*rows.shape[:2], w_down.shape[2]), rows.dtype)]
 
 
 def _mlp_abstract_eval(group_sizes, rows, w_gate, w_up, w_down, *biases, **_):
@@ -197,18 +247,34 @@ def _down_vjp_abstract_eval(group_sizes, gate, up, w_down, ct, *, by_weights, **
 
 
 def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
-    glu, dtype = params["glu"], ctx.avals_in[1].dtype
-    empty = any(0 in a.shape for a in ctx.avals_in)
-    if not empty and in_kernels(glu_jaxpr(glu, (64, 64), dtype)):
-        # Here, because Pallas takes time to import.
-        from jax_ep import product_kernels
+    if any(0 in a.shape for a in ctx.avals_in):
+        return lower_plain(ctx, plain, operands, params)
+    # Here, because Pallas takes time to import.
+    from jax_ep import product_kernels
 
-        if product_kernels.why_none(ctx) is None:
-            del params["precision"]
-            kernel = functools.partial(kernel, product_kernels)
-            return lower_plain(ctx, kernel, operands, params)
-    # Each product tells by itself where it has no kernel.
+    # Rows of a batch are no columns: their number may be any.
+    has_batches = len(ctx.avals_in[1].shape) == 3
+    reason = product_kernels.why_none(ctx, only_last=has_batches)
+    glu = glu_jaxpr(params["glu"], (64, 64), ctx.avals_in[1].dtype)
+    if reason is None and not in_kernels(glu):
+        reason = "the activation is not made of elementwise operations that they know"
+    if reason is None:
+        del params["precision"]
+        kernel = functools.partial(kernel, product_kernels)
+        return lower_plain(ctx, kernel, operands, params)
+    if has_batches:
+        _warn(reason)
+    # Else each product tells by itself where it has no kernel.
     return lower_plain(ctx, plain, operands, params)
+
+
+def _warn(reason: str) -> None:
+    """Python shows one warning for each reason: it is always of this line."""
+    warnings.warn(
+        "jax_ep.gated_mlp: multiplying whole batches, rows without a token included, "
+        f"which is slow on GPUs: the kernels do not serve: {reason}",
+        stacklevel=1,
+    )
 
 
 def _kernel_mlp(
@@ -220,6 +286,10 @@ def _kernel_mlp(
         group_sizes, rows, *others, glu=glu, keep=False, **options
     )
     return [kernels.rows(group_sizes, [(hidden, w_down)], **options)]
+
+
+def _kernel_batches(kernels, *operands, **params):
+    return kernels.gated_batches(*operands, **params)
 
 
 def _kernel_gated(kernels, *operands, **params):
@@ -285,6 +355,15 @@ def _mlp_jvp(primals, tangents, **params):
 _POINT = 4  # group_sizes, gate, up and w_down stand before what is linear.
 
 
+def _batches_jvp(primals, tangents, **params):
+    outputs = batches_p.bind(*primals, **params)
+    if all(type(t) is ad.Zero for t in tangents):
+        return outputs, list(map(zero_tangent, outputs))
+    function = functools.partial(plain_batches, primals[0], **params)
+    tangents = tuple(map(ad.instantiate_zeros, tangents[1:]))
+    return outputs, jax.jvp(function, tuple(primals[1:]), tangents)[1]
+
+
 def _down_jvp(primitive: Primitive, plain, primals, tangents, **params):
     """Linear in the last operands; at another point it is another map."""
     if all(type(t) is ad.Zero for t in tangents[1:_POINT]):
@@ -344,6 +423,13 @@ def _define(name: str, abstract_eval, plain, kernel, jvp) -> Primitive:
 
 
 mlp_p = _define("ep_gated_mlp", _mlp_abstract_eval, by_products, _kernel_mlp, _mlp_jvp)
+batches_p = _define(
+    "ep_gated_batches",
+    _batches_abstract_eval,
+    plain_batches,
+    _kernel_batches,
+    _batches_jvp,
+)
 gated_p = _define(
     "ep_gated", _gated_abstract_eval, _plain_gated, _kernel_gated, _gated_jvp
 )

@@ -99,9 +99,13 @@ def gated_mlp(
     w_down=...). On GPUs gate, up and activation are one kernel where the activation
     is made of elementwise operations; the products are those of `ragged_dot`.
 
+    Or of batches, as `low_latency_dispatch` gives them: rows [G, M, H], of which group
+    g has the first group_sizes[g] of rows[g]. What stands behind those is not read,
+    and the results there are 0. On GPUs only tiles that have rows are computed.
+
     Args:
-      rows: [M, H], bfloat16, float16, float32 or float64.
-      group_sizes: int[G], see `ragged_dot`.
+      rows: [M, H] or [G, M, H], bfloat16, float16, float32 or float64.
+      group_sizes: int[G], see `ragged_dot`; of batches, at most M each.
       w_gate: [G, H, I], of the dtype of rows, as all weights and biases.
       w_up: [G, H, I].
       w_down: [G, I, N].
@@ -116,10 +120,10 @@ def gated_mlp(
       b_gate: [G, I], or None. Both of b_gate and b_up, or none.
       b_up: [G, I], or None.
       b_down: [G, N], or None.
-      group_alignment: see `ragged_dot`.
+      group_alignment: see `ragged_dot`; of no meaning to batches.
 
     Returns:
-      [M, N], of the dtype of rows.
+      [M, N] or [G, M, N], of the dtype of rows.
 
     Raises:
       TypeError, ValueError: a bad argument, with the rule and what was found.
@@ -132,13 +136,16 @@ def gated_mlp(
     computes gate and up again, at the cost of two more products beside nine.
     """
     rows = jnp.asarray(rows)
-    _check_array("gated_mlp", "rows", rows, "M, H", (None, None))
     num_groups = jnp.shape(w_gate)[0] if jnp.ndim(w_gate) else None
+    if rows.ndim == 3:
+        _check_array("gated_mlp", "rows", rows, "G, M, H", (num_groups, None, None))
+    else:
+        _check_array("gated_mlp", "rows", rows, "M, H", (None, None))
     inner = jnp.shape(w_gate)[-1] if jnp.ndim(w_gate) else None
     width = jnp.shape(w_down)[-1] if jnp.ndim(w_down) else None
     wanted = {
-        "w_gate": (w_gate, "G, H, I", (num_groups, rows.shape[1], inner)),
-        "w_up": (w_up, "G, H, I", (num_groups, rows.shape[1], inner)),
+        "w_gate": (w_gate, "G, H, I", (num_groups, rows.shape[-1], inner)),
+        "w_up": (w_up, "G, H, I", (num_groups, rows.shape[-1], inner)),
         "w_down": (w_down, "G, I, N", (num_groups, inner, width)),
         "b_gate": (b_gate, "G, I", (num_groups, inner)),
         "b_up": (b_up, "G, I", (num_groups, inner)),
@@ -160,9 +167,13 @@ def gated_mlp(
         "group_alignment": _checked_alignment("gated_mlp", group_alignment),
         "precision": default_precision(),
     }
-    shape = (len(rows), arrays["w_gate"].shape[2])
+    shape = (*rows.shape[:-1], arrays["w_gate"].shape[2])
     glu, closed = _checked_glu("gated_mlp", activation, glu, shape, rows.dtype)
     weights = [arrays[name] for name in ("w_gate", "w_up", "w_down")]
+    if rows.ndim == 3:
+        return _batches(
+            sizes, rows, weights, biases, arrays.get("b_down"), glu, closed, options
+        )
     output = _mlp(sizes, rows, weights, biases, glu, closed, options)
     if b_down is None:
         return output
@@ -180,6 +191,23 @@ def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
     # It closes over what may have a gradient of its own, such as a slope.
     function = functools.partial(gated_primitives.by_products, glu=glu, **options)
     return jax.checkpoint(function)(sizes, rows, *weights, *biases)[0]
+
+
+def _batches(sizes, rows, weights, biases, b_down, glu, closed, options) -> jax.Array:
+    """The MLPs of batches."""
+    options = {"glu": glu, "precision": options["precision"]}
+    if closed:
+        output = gated_primitives.gated_batches(sizes, rows, weights, biases, **options)
+    else:
+        (output,) = gated_primitives.plain_batches(
+            sizes, rows, *weights, *biases, **options
+        )
+    if b_down is None:
+        return output
+    inside = jnp.arange(rows.shape[1])[None] < sizes[:, None]
+    dtype = product_primitives.wide(rows.dtype)
+    output = output.astype(dtype) + b_down.astype(dtype)[:, None]
+    return jnp.where(inside[:, :, None], output, 0).astype(rows.dtype)
 
 
 # Checks ----------------------------------------------------------------------

@@ -23,18 +23,19 @@ from jax_ep.product_primitives import group_of_rows
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
 
 
-def why_none(ctx: mlir.LoweringRuleContext) -> str | None:
+def why_none(ctx: mlir.LoweringRuleContext, *, only_last: bool = False) -> str | None:
     """Why there is no kernel for a call's operands and results; None: there is one.
 
     The first operand is group_sizes. All others, and results, are [rows, columns],
-    [groups, columns] or [groups, columns, columns].
+    [groups, columns] or [groups, columns, columns]; with `only_last` only the last
+    axis of each has to suit the kernels.
     """
     arrays: list[Any] = [*ctx.avals_in[1:], *ctx.avals_out]
     return unsupported_reason(
         # Without a device nobody knows, and Pallas takes it for Hopper, too.
         compute_capability=getattr(_device(ctx), "compute_capability", "9.0"),
         dtypes=list(dict.fromkeys(a.dtype for a in arrays)),
-        columns=sorted({n for a in arrays for n in a.shape[1:]}),
+        columns=sorted({n for a in arrays for n in a.shape[-1 if only_last else 1 :]}),
         group_alignment=ALIGNMENT,
     )
 
@@ -109,6 +110,29 @@ def gated(
         group_alignment=groups.alignment,
     )
     return list(map(groups.back, found))
+
+
+def gated_batches(
+    counts: jax.Array,
+    rows: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *biases: jax.Array,
+    glu: Callable,
+) -> list[jax.Array]:
+    """The MLP of the first counts[g] of rows[g]: [G, M, N]."""
+    bias_gate, bias_up = biases or (None, None)
+    hidden = mosaic_products.gated_batches(
+        rows,
+        w_gate,
+        w_up,
+        counts,
+        combine=glu,
+        bias_gate=bias_gate,
+        bias_up=bias_up,
+    )
+    return [mosaic_products.batches(hidden, w_down, counts)]
 
 
 def gated_down_vjp(

@@ -468,7 +468,7 @@ def test_one_call_for_cuda(fused, monkeypatch):
     ]
     (call,) = (line for line in calls if "@jax_ep_dispatch_permute(" in line)
     operands, results = call.split(" : ")[-1].split(" -> ")
-    # The position, 5 of routing and 3 leaves; 3 results, 2 landing places, the workspace.
+    # Position, 5 of routing, 3 leaves; 3 results, 2 landing places, the workspace.
     assert operands.count("tensor<") == 9
     assert results.count("tensor<") == 6
     assert "channel" in call

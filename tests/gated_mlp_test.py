@@ -431,3 +431,52 @@ def test_bad_argument(change, message):
     with pytest.raises((TypeError, ValueError)) as info:
         jax_ep.gated_mlp(**kwargs | change)
     assert f"{info.type.__name__}: {info.value}" == message
+
+
+# Batches ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("biased", (False, True), ids=("", "biased"))
+@pytest.mark.parametrize("glu", GLUS)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_batches(dtype, glu, biased):
+    """[G, M, H] of which each group has its first rows; NaN behind them."""
+    dtype = jnp.dtype(dtype)
+    glu, reference = GLUS[glu]
+    mlp = parameters(5, 64, 128, dtype, biased)
+    wide = Mlp(*(None if a is None else a.astype(np.float64) for a in mlp))
+    jumps = 1e-2 if glu is gpt_oss and dtype == BFLOAT16 else 0.0
+    counts = [0, 1, 40, 17, 39]
+    x, ct = (draw(9 + i, 5, 40, 64, dtype=dtype) for i in range(2))
+    for g, count in enumerate(counts):
+        x[g, count:], ct[g, count:] = np.nan, np.inf
+    packed = [np.concatenate([a[g, :c] for g, c in enumerate(counts)]) for a in (x, ct)]
+    x64, ct64 = (a.astype(np.float64) for a in packed)
+    wanted = oracle.gated_mlp(x64, counts, wide, ct64, reference)
+    with falling_back_allowed(True):
+        arrays = (x, np.array(counts, np.int32), mlp, ct)
+        out, dx, gradients = program(glu, 1)(*arrays)
+    for found, name, want in (out, "output", wanted[0]), (dx, "dx", wanted[1]):
+        found = np.asarray(found)
+        for g, count in enumerate(counts):
+            assert not found[g, count:].any(), name
+        rows = np.concatenate([found[g, :c] for g, c in enumerate(counts)])
+        assert_close(rows, want, dtype, name, jumps)
+    for got, want in zip(*map(jax.tree.leaves, (gradients, wanted[2])), strict=True):
+        assert_close(got, want, dtype, "gradient", jumps)
+
+
+def test_batches_of_several():
+    """vmap of batches, and an activation that closes over what is differentiated."""
+    mlp = parameters(3, 16, 8, np.dtype(np.float32), False)
+    x = draw(1, 2, 3, 4, 16)
+    counts = np.array([[1, 4, 0], [2, 2, 2]], np.int32)
+
+    def apply(slope, x, counts):
+        glu = lambda gate, up: jnp.tanh(slope * gate) * up  # noqa: E731
+        return jax_ep.gated_mlp(x, counts, *mlp[:3], glu=glu)
+
+    one_by_one = jnp.stack([apply(0.5, a, c) for a, c in zip(x, counts)])
+    batched = jax.vmap(apply, in_axes=(None, 0, 0))(0.5, x, counts)
+    np.testing.assert_allclose(batched, one_by_one, rtol=1e-5, atol=1e-6)
+    check_grads(lambda s: apply(s, x[0], counts[0]).sum(), (0.5,), 1, rtol=1e-2)

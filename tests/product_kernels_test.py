@@ -217,6 +217,23 @@ class TestProgramsForGpus:
         mlp = functools.partial(jax_ep.gated_mlp, activation=jax.nn.softmax)
         assert lowered(mlp, *MLP) == (3, set())
 
+    def test_batches(self):
+        """Two kernels, whatever the number of rows; none says so."""
+        batches = (like(7, 37, 64), *MLP[1:])
+        assert lowered(jax_ep.gated_mlp, *batches) == (2, set())
+        slow = (
+            "jax_ep.gated_mlp: multiplying whole batches, rows without a token "
+            "included, which is slow on GPUs: the kernels do not serve: "
+        )
+        mlp = functools.partial(jax_ep.gated_mlp, activation=jax.nn.softmax)
+        number, (told,) = lowered(mlp, *batches)
+        assert number == 0 and told == (
+            f"{slow}the activation is not made of elementwise operations that they know"
+        )
+        wide = [like(*a.shape, dtype=np.float32) for a in batches]
+        number, (told,) = lowered(jax_ep.gated_mlp, wide[0], batches[1], *wide[2:])
+        assert number == 0 and told.startswith(slow)
+
     def test_biases_need_no_products(self):
         def mlp(rows, sizes, w_gate, w_up, w_down, b_gate, b_up, b_down):
             return jax_ep.gated_mlp(

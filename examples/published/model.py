@@ -172,8 +172,10 @@ class Model:
         buffer = self._buffer(sequences)
 
         def few_tokens(experts, x, topk_idx, topk_weights):
-            rows, _, handle = jax_ep.low_latency_dispatch(x, topk_idx, buffer=buffer)
-            y = self._batched_experts(experts, rows)
+            rows, counts, handle = jax_ep.low_latency_dispatch(
+                x, topk_idx, buffer=buffer
+            )
+            y = jax_ep.gated_mlp(rows, counts, **experts, glu=self.config.activation)
             return jax_ep.low_latency_combine(y, topk_weights, handle)
 
         def body(params, tokens, positions, caches):
@@ -189,17 +191,6 @@ class Model:
             return jnp.where(tokens >= 0, best, -1), positions + 1, caches
 
         return jax.jit(self._on_ranks(body, 4), donate_argnums=3)
-
-    def _batched_experts(self, experts, rows):
-        """The experts on rows [L, n, H], as low_latency_dispatch gives them."""
-        bias = {name: experts[name][:, None] for name in experts if name[0] == "b"}
-        gate = jnp.einsum("lnh,lhi->lni", rows, experts["w_gate"])
-        up = jnp.einsum("lnh,lhi->lni", rows, experts["w_up"])
-        hidden = self.config.activation(
-            gate + bias.get("b_gate", 0), up + bias.get("b_up", 0)
-        )
-        y = jnp.einsum("lni,lih->lnh", hidden, experts["w_down"])
-        return y + bias.get("b_down", 0)
 
     def _buffer(self, sequences: int) -> jax_ep.LowLatencyBuffer:
         if sequences not in self._buffers:
