@@ -41,19 +41,26 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     """x [..., in] by the map `name` [out, in], and its bias where it has one."""
     y = x @ params[f"{name}.weight"].T
     bias = params.get(f"{name}.bias")
-    return y if bias is None else y + bias
+    return y if bias is None else y + along_last(bias, y)
+
+
+def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """vector [n] as an array that adds to or multiplies x [..., n]."""
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 def norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """Root-mean-square norm over the last axis, in float32."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + epsilon)
-    return (wide * weight).astype(x.dtype)
+    return (wide * along_last(weight.astype(jnp.float32), x)).astype(x.dtype)
 
 
 def rotate(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotates pairs of x [b, s, heads, size] by their positions [b, s]."""
-    angles = positions[:, :, None, None] * jnp.array(rotary.frequencies, jnp.float32)
+    frequencies = jnp.array(rotary.frequencies, jnp.float32)
+    positions = positions.astype(jnp.float32)[:, :, None, None]
+    angles = positions * along_last(frequencies, positions)
     cos, sin = rotary.scale * jnp.cos(angles), rotary.scale * jnp.sin(angles)
     size = 2 * len(rotary.frequencies)
     turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
@@ -85,7 +92,7 @@ def attend(
     groups = key.shape[2]
     query = query.reshape(b, s, groups, heads // groups, size)
     logits = jnp.einsum("bsghd,bjgd->bsghj", query, key).astype(jnp.float32) * scale
-    ahead = positions[:, :, None] - jnp.arange(key.shape[1])  # [b, s, j]
+    ahead = positions[:, :, None] - jnp.arange(key.shape[1])[None, None]  # [b, s, j]
     seen = ahead >= 0
     if window is not None:
         seen &= ahead < window
@@ -208,7 +215,7 @@ def route(
     router = params["router"]
     logits = x.astype(jnp.float32) @ router["weight"].astype(jnp.float32).T
     if "bias" in router:
-        logits += router["bias"].astype(jnp.float32)
+        logits += along_last(router["bias"].astype(jnp.float32), logits)
     topk_idx, topk_weights = config.route(logits, router.get("correction"))
     topk_idx = jnp.where(valid[:, None], topk_idx, -1)
     load = Load(

@@ -96,9 +96,11 @@ class Tuner:
         gradients, parts = jax.grad(self._loss, has_aux=True)(
             state["params"], token_ids
         )
-        updates, optimizer = self.optimizer.update(
-            gradients, state["optimizer"], state["params"]
-        )
+        # optax takes powers of a float by the number of the step, an integer.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, optimizer = self.optimizer.update(
+                gradients, state["optimizer"], state["params"]
+            )
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer}, parts
 

@@ -128,12 +128,14 @@ class Model:
         given = jnp.take_along_axis(given, jnp.maximum(follows, 0)[..., None], -1)
         counted = follows >= 0
         total = -jnp.where(counted, given[..., 0], 0).sum()
-        entropy = jax.lax.psum(total, axes) / jax.lax.psum(counted.sum(), axes)
+        number = jax.lax.psum(counted.sum(), axes).astype(jnp.float32)
+        entropy = jax.lax.psum(total, axes) / number
         balance = jnp.float32(0)
         for load in loads:
             counts, shares, tokens = jax.lax.psum(load, axes)
             busy = counts / jnp.maximum(counts.sum(), 1)
-            balance += self.config.experts * (busy * shares).sum() / tokens / len(loads)
+            of_layer = self.config.experts * (busy * shares).sum()
+            balance += of_layer / tokens.astype(jnp.float32) / len(loads)
         return entropy, balance
 
     def _on_ranks(self, body, arguments: int):
