@@ -163,10 +163,8 @@ def main() -> dict[str, float]:
     )
     found |= {"after": busiest(counts, ranks), "loss": after[-1]}
     print(f"{experts} experts on {ranks} ranks, then {len(logical)} with copies")
-    print(
-        f"rows of the busiest rank: {found['before']:.2f} times the average's before,"
-    )
-    print(f"                          {found['after']:.2f} times with copies")
+    ratios = f"{found['before']:.2f}, with copies {found['after']:.2f}"
+    print(f"rows of the busiest rank, in those of the average one: {ratios}")
     print(f"loss {before[0]:.4f} to {before[-1]:.4f}, then to {after[-1]:.4f}")
     comm.close()
     return found
