@@ -273,7 +273,7 @@ __device__ void Combiner<T, kByExpert>::SendByExpert() const {
     look(i + count);
     if (sum.empty()) continue;
     uint64_t seen[] = {sum.place >= 0 ? looked : window.Word(0)};
-    WaitWords(
+    WaitWords</*kNotes=*/false>(
         window, seen,
         [&](int) -> AwaitedWord { return {weight_word(item), item.source}; },
         "the weights");
@@ -362,8 +362,9 @@ __device__ void Combiner<T, kByExpert>::Receive() const {
           continue;
         }
         Units units;
-        WaitChunk<Protocol>(window, window.Chunk(me, rank, token, chunk), left,
-                            rank, words[j], units);
+        WaitChunk<Protocol, /*kNotes=*/false>(
+            window, window.Chunk(me, rank, token, chunk), left, rank, words[j],
+            units);
         look(j, rest & (rest - 1));
         sum.Add(units);
       }

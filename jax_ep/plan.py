@@ -346,6 +346,7 @@ def check_request(
 
 def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
     """What products want of groups, where S lets them have it."""
+    checks.check_static("make_plan", "expert_capacity", expert_capacity)
     best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
     if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
         return 1

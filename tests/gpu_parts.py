@@ -100,6 +100,9 @@ def _processes() -> Iterator[Part]:
         "test_other_sizes_on_one_rank",
         "test_a_long_wait_is_told_while_it_lasts",
         "test_letting_go_does_not_wait_for_the_gpu",
+        "test_plans_side_by_side",
+        "test_two_launches_in_one_control_slot",
+        "test_program_on_another_mesh",
     )
     yield _tests("processes-others", "gpu_processes_test", tests, 2)
     yield Part("fabric", ("tests/gpu_fabric_test.py",), 4)

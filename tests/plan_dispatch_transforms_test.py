@@ -254,8 +254,8 @@ def test_one_call_for_cuda(monkeypatch):
     names, (call,) = lowered(128, 7168)
     assert names == ["plan_dispatch"]
     operands, results = call.split(" : ")[-1].split(" -> ")
-    # ids, a leaf; nine fields, a leaf, the workspace.
-    assert operands.count("tensor<") == 2
+    # Position, ids, a leaf; nine fields, a leaf, the workspace.
+    assert operands.count("tensor<") == 3
     assert results.count("tensor<") == 11
     for attribute in ("comm", "channel", "num_experts", "expert_alignment"):
         assert attribute in call

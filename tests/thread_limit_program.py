@@ -86,7 +86,7 @@ def exchange(module):
             sockets=[-1, ends[1].fileno()],
         )
         module.create_communicator(
-            10_000, [(0, 0, 0)], 2, 1.0, 0.5, [[0, 1]], 0, arguments
+            10_000, [(0, 0, 0, (0, 2, 1))], 2, 1.0, 0.5, [[0, 1]], 0, arguments
         )
         module.release_communicator(10_000)
     finally:

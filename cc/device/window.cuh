@@ -171,6 +171,17 @@ struct Patience {
       TimedOut(window, step, peer, seen);
     }
   }
+  // The same without a note to the host. Where a note is left the compiler may
+  // part the lanes of a warp (it does for sm_80 in combine), which have to go
+  // on as one; who waits for the peer's beginning leaves the note.
+  __device__ void LookWithoutNote(const Window& window, uint32_t seen,
+                                  bool tells) {
+    const uint64_t now = ptx::GlobalTimer();
+    if (start == 0) start = now;
+    if (now - start > window.params.op.view.timeout_ns && tells) {
+      TimedOut(window, step, peer, seen);
+    }
+  }
 };
 
 // A word that a look has seen is of this operation.
@@ -194,7 +205,7 @@ struct AwaitedWord {
 // window.Word(~0u) where a lane wants none. Those that have not come are looked
 // at again all at once. Called by a whole warp, which goes on as one: see
 // cc/device/window_chunks.cuh.
-template <int kBatch, typename WordOf>
+template <bool kNotes = true, int kBatch, typename WordOf>
 __device__ __forceinline__ void WaitWords(const Window& window,
                                           uint64_t (&seen)[kBatch],
                                           const WordOf& word_of,
@@ -214,7 +225,11 @@ __device__ __forceinline__ void WaitWords(const Window& window,
     }
     const uint32_t waiting = __ballot_sync(kAllLanes, !all);
     if (waiting == 0) return;
-    patience.Look(window, found, IsFirstOf(waiting));
+    if constexpr (kNotes) {
+      patience.Look(window, found, IsFirstOf(waiting));
+    } else {
+      patience.LookWithoutNote(window, found, IsFirstOf(waiting));
+    }
   }
 }
 

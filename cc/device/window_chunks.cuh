@@ -136,7 +136,7 @@ __device__ __forceinline__ bool Arrived(const Units& w, int32_t left,
 }
 
 // Looks again until all has come; then the lane's units. All lanes of a warp.
-template <typename Protocol>
+template <typename Protocol, bool kNotes = true>
 __device__ __forceinline__ void WaitChunk(const Window& window,
                                           const std::byte* chunk, int32_t left,
                                           int32_t peer, Units& w, Units& u) {
@@ -147,7 +147,11 @@ __device__ __forceinline__ void WaitChunk(const Window& window,
     if (waiting == 0) break;
     // What a lane that has an epoch has seen instead of it.
     const uint32_t seen = w[0].w == window.epoch ? w[1].w : w[0].w;
-    patience.Look(window, seen, IsFirstOf(waiting));
+    if constexpr (kNotes) {
+      patience.Look(window, seen, IsFirstOf(waiting));
+    } else {
+      patience.LookWithoutNote(window, seen, IsFirstOf(waiting));
+    }
     LookAt<Protocol>(chunk, left, w);
   }
   Protocol::Unpack(threadIdx.x % kWarpSize, w, u);
