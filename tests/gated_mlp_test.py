@@ -466,6 +466,7 @@ def test_batches(dtype, glu, biased):
         assert_close(got, want, dtype, "gradient", jumps)
 
 
+@pytest.mark.filterwarnings("ignore:jax_ep.gated_mlp. multiplying whole batches")
 def test_batches_of_several():
     """vmap of batches, and an activation that closes over what is differentiated."""
     mlp = parameters(3, 16, 8, np.dtype(np.float32), False)

@@ -60,10 +60,12 @@ def _ranks() -> Iterator[Part]:
         if ranks in SOME_RANKS:
             tests += [f"{silent}[{ranks}-{op}]" for op in silent_ops]
         for test in (
-            *("test_300_low_latency_pairs", "test_killed_inside_a_dispatch"),
-            *("test_another_operation_on_one_rank", "test_lifetime"),
+            *("test_300_low_latency_pairs", "test_another_operation_on_one_rank"),
+            "test_lifetime",
         ):
             tests.append(f"{test}[{ranks}]")
+        if ranks == min(RANKS):
+            tests.append("test_killed_inside_a_dispatch")
         # They wait most of the time.
         yield _tests(f"ranks-{ranks}-others", file, tests, (ranks + 1) // 2)
     for ranks in RANKS:

@@ -162,16 +162,22 @@ def test_low_latency_process_that_never_calls(service, ranks, op, layout, tmp_pa
         assert float(seconds) < 15, logs
 
 
-@on_each_number
-def test_killed_inside_a_dispatch(ranks, tmp_path):
-    """Without a service, which may hang for all when a process of it is killed."""
-    last = ranks - 1
+@pytest.mark.gpu(count=3)
+def test_killed_inside_a_dispatch(tmp_path):
+    """A GPU for each rank; gpu_processes_test.py has two ranks.
+
+    Of processes that share a GPU and take turns, the driver does not tell one of those
+    whose kernels trap at the same time (CUDA 13.0, driver 580: also of kernels that
+    only spin and trap). At the same time, with a service, all may hang when one of
+    them is killed.
+    """
+    ranks = jax.device_count()
     with job(None, tmp_path, "killed_inside_a_dispatch", ranks) as all_:
         for process in range(ranks):
             all_.wait_for(process, "runs", 90)
         time.sleep(2)
-        all_.send(last, signal.SIGKILL)
-        logs = all_.wait(120, killed=[last])
+        all_.send(ranks - 1, signal.SIGKILL)
+        logs = all_.wait(60, killed=[ranks - 1])
     assert all("FAILED after" in log for log in logs[:-1]), logs
 
 
