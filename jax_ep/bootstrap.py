@@ -103,6 +103,7 @@ class _Conversation:
     def step(self, what: str, value: Any) -> dict[int, Any]:
         """Everybody's `value` (JSON) by process. Collective."""
         step, deadline = self.next_step, time.monotonic() + self.timeout_s
+        self.client.deadline = deadline
         try:
             self._set(step, self.me, {"what": what, "value": value})
             if self.me == self.members[0]:
@@ -116,6 +117,8 @@ class _Conversation:
                 self.next_step += 1
                 answer = self._read(step, what, deadline)
         except jax.errors.JaxRuntimeError as error:
+            # Nobody can be told by a service that does not answer.
+            self.is_over = True
             raise RuntimeError(
                 f"jax_ep.Communicator: {what}: JAX's distributed client failed: {error}"
             ) from error
@@ -129,6 +132,7 @@ class _Conversation:
         if self.is_over:
             return
         self.is_over = True
+        self.client.deadline = time.monotonic() + self.timeout_s
         problem = f"{type(error).__name__}: {error}"
         # Without JAX's service the others hear nothing, and time out.
         with contextlib.suppress(jax.errors.JaxRuntimeError):

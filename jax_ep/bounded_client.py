@@ -8,21 +8,28 @@ who is missing.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 _SERVICE = "JAX's service, which runs in process 0"
+# For the last questions, who is missing, when time is over.
+_LEAST_S = 0.5
 
 
 class BoundedClient:
-    """A distributed client with a limit of time on each request."""
+    """A distributed client whose requests end at a time.
+
+    Attributes:
+      deadline: when, by time.monotonic(); a request has half a second at least.
+    """
 
     def __init__(self, client: Any, timeout_s: float):
         """Asks nothing yet."""
         self._client = client
-        self._timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
 
     def __getattr__(self, name: str) -> Any:
         """A request of the client; those that block have limits of their own."""
@@ -44,9 +51,10 @@ class BoundedClient:
         # It may never come back: nobody is to wait for it at the end.
         asking = threading.Thread(target=ask, name="jax_ep request", daemon=True)
         asking.start()
-        asking.join(self._timeout_s)
+        seconds = max(self.deadline - time.monotonic(), _LEAST_S)
+        asking.join(seconds)
         if asking.is_alive():
-            reason = f"{_SERVICE}, did not answer within {self._timeout_s:.1f} s"
+            reason = f"{_SERVICE}, did not answer within {seconds:.1f} s"
             raise jax.errors.JaxRuntimeError(reason)
         if errors:
             raise errors[0]

@@ -15,8 +15,10 @@ from process_program import fails, leave, say, there_and_back
 
 import jax_ep
 
-# JAX ends a process that has not heard of another for so long.
-HEARTBEAT_S = 10
+# JAX ends a process that has not heard of another for so long: soon where that is what
+# is tried, and after every limit that other programs try.
+HEARTBEAT_S = {"steps": 10}
+OTHER_HEARTBEAT_S = 60
 SET_UP_S = 4.0
 
 
@@ -67,7 +69,7 @@ def cut_in_set_up():
         lambda: jax_ep.Communicator(mesh(), "ep", setup_timeout_s=SET_UP_S), far
     )
     assert seconds < SET_UP_S + 2
-    leave()
+    leave(together=jax.process_index() < 2, without=(2, 3))
 
 
 def coordinator_gone_in_set_up():
@@ -102,7 +104,7 @@ if __name__ == "__main__":
         int(processes),
         int(process),
         initialization_timeout=60,
-        heartbeat_timeout_seconds=HEARTBEAT_S,
+        heartbeat_timeout_seconds=HEARTBEAT_S.get(name, OTHER_HEARTBEAT_S),
         shutdown_timeout_seconds=20,
     )
     globals()[name]()

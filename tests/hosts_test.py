@@ -132,13 +132,11 @@ def test_link_cut_during_set_up(two_hosts, tmp_path):
     two_hosts.cut()
     running.go_on()
     codes, logs = running.wait(30)
-    assert codes[:2] == [0, 0], logs
+    assert codes == [0] * PROCESSES, logs
     for log in logs[:2]:
         assert "for process 2 (rank 2), process 3 (rank 3), which did not come" in log
-    for code, log in zip(codes[2:], logs[2:]):
-        # JAX may end a process first, in words of its own, on a busy machine.
-        ours = "JAX's service, which runs in process 0, did not answer" in log
-        assert (ours and code == 0) or (code and "heartbeat" in log.lower()), log
+    for log in logs[2:]:
+        assert "JAX's service, which runs in process 0, did not answer" in log
 
 
 def test_coordinator_gone_during_set_up(two_hosts, tmp_path):
