@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from jax_ep import bootstrap, native
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a native module holds for a communicator.
+
+    Attributes:
+      release: gives it back.
+      memory_bytes: of it, made by this process.
+      exported: ids of devices into whose memory other processes store directly.
+    """
+
+    release: Callable[[], Any]
+    memory_bytes: int
+    exported: frozenset[int] = frozenset()
 
 
 class Held:

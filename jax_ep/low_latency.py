@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import (
+    backends,
     bootstrap,
     checks,
     fp8,
@@ -124,11 +125,12 @@ class LowLatencyBuffer(Held):
         # Those of them that this process shares memory with.
         self._near: bootstrap.Processes | None = None
         if len(comm.processes) > 1:
-            assert comm._near is not None
+            near = comm._made.nodes.near
+            assert near is not None
             self._peers = bootstrap.Processes(
                 comm.processes, jax.process_index(), comm.setup_timeout_s
             )
-            self._near = self._peers.part(comm._near.members)
+            self._near = self._peers.part(near.members)
         self.size_bytes, self.id, release = 0, comm.id, lambda: None
         with bootstrap.all_or_none(self._peers):
             self._meet()
@@ -224,8 +226,8 @@ class LowLatencyBuffer(Held):
             "dtype": self.dtype,
         }
         self.size_bytes = self.bytes_for(max_tokens=self.max_tokens, **sizes)
-        torn = reach.why_torn(comm._groups, comm._places)
-        free = window_memory.free_bytes(comm._groups)
+        torn = reach.why_torn(comm._job.groups, comm._made.places)
+        free = window_memory.free_bytes(comm._job.groups)
         try:
             if self._peers is not None:
                 told = self._peers.gather("free memory", free, torn)
@@ -246,7 +248,7 @@ class LowLatencyBuffer(Held):
                 f"max_tokens {max(most, 0)} fits; a smaller "
                 "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more"
             )
-        self.id = comm._agree_on_id(self._peers, "windows")
+        self.id = backends.agree_on_id(self._peers, "windows")
         return self._set_up_windows()
 
     def _set_up_windows(self) -> Callable[[], Any]:
@@ -257,7 +259,8 @@ class LowLatencyBuffer(Held):
                 links = stack.enter_context(contextlib.closing(Links()))
                 hosts = near.gather("hosts", links.host)
                 problem = links.connect(
-                    near.part((near.me,)) if comm._over_hosts else near, hosts
+                    near.part((near.me,)) if comm._made.nodes.over_hosts else near,
+                    hosts,
                 )
                 if problem is not None:
                     raise RuntimeError(
@@ -265,14 +268,14 @@ class LowLatencyBuffer(Held):
                     )
             return window_memory.set_up_windows(
                 self.id,
-                comm._groups,
+                comm._job.groups,
                 self.size_bytes,
-                mesh_places=comm._mesh_places,
-                num_sms=comm._num_sms,
+                mesh_places=comm._job.mesh_places,
+                num_sms=comm._job.settings.num_sms,
                 timeout_s=comm.timeout_s,
-                warn_after_s=comm._warn_after_s,
+                warn_after_s=comm._job.settings.warn_after_s,
                 processes=near,
-                links=None if comm._over_hosts else links,
+                links=None if comm._made.nodes.over_hosts else links,
             )
 
     def __repr__(self) -> str:

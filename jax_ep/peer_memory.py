@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax_ep import bootstrap, gpu_memory, native, reach
 from jax_ep.bootstrap import CannotWork
 from jax_ep.gpu_memory import call
+from jax_ep.held import Memory
 from jax_ep.links import Links, receive_descriptor, send_descriptor
 from jax_ep.reach import Groups, Told
 from jax_ep.topology import MeshPlaces
@@ -26,21 +27,6 @@ MAX_RANKS = 96
 _PROOF_BYTES = 128
 # struct Region in cc/peer_view.h.
 _REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaMemory:
-    """What a communicator of backend "cuda" holds.
-
-    Attributes:
-      release: gives it back.
-      memory_bytes: control and staging memory on the GPUs of this process.
-      exported: ids of devices into whose memory other processes store directly.
-    """
-
-    release: Callable[[], Any]
-    memory_bytes: int
-    exported: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +81,11 @@ def set_up_cuda(
     staging_bytes: int,
     processes: bootstrap.Processes | None,
     links: Links | None,
-) -> CudaMemory:
+) -> Memory:
     """Sets up the CUDA backend. Collective where there are `processes`.
 
-    For groups of which `why_not_cuda` and `why_not_between` said nothing. Without
-    `links` the processes share memory by fabric handles.
+    For groups of which `reach.unsupported_reason` and `unsupported_between` said
+    nothing. Without `links` the processes share memory by fabric handles.
 
     Raises:
       ValueError: staging_bytes is too small.
@@ -402,9 +388,7 @@ class SetUp:
 
     # The native side
 
-    def hand_over(
-        self, identity: int, timeout_s: float, warn_after_s: float
-    ) -> CudaMemory:
+    def hand_over(self, identity: int, timeout_s: float, warn_after_s: float) -> Memory:
         """Registers the communicator, which owns the memory from then on."""
         with contextlib.ExitStack() as undo:
             if self.processes is None:
@@ -415,7 +399,7 @@ class SetUp:
                 # Nobody begins before everybody has mapped.
                 self.processes.gather("ready", None, told.problem)
             release = undo.pop_all().close
-        return CudaMemory(release, self.memory_bytes, self.reachable)
+        return Memory(release, self.memory_bytes, self.reachable)
 
     def _register(
         self,

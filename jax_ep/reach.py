@@ -23,10 +23,10 @@ Places = dict[int, Place]  # by JAX's id of the device
 _SHOWN = 8
 
 
-def why_not_cuda(groups: Groups) -> str | None:
+def unsupported_reason(groups: Groups) -> str | None:
     """Says why the CUDA backend cannot serve this process's part of `groups`.
 
-    None where it can. Between processes, `why_not_between` goes on.
+    None where it can. Between processes, `unsupported_between` goes on.
     """
     try:
         native.cuda()
@@ -52,7 +52,7 @@ def places(groups: Groups, processes: bootstrap.Processes) -> Places:
     return found
 
 
-def why_not_between(
+def unsupported_between(
     groups: Groups, where: Places, processes: bootstrap.Processes
 ) -> str | None:
     """Says which pairs of different processes cannot reach each other.
@@ -62,7 +62,7 @@ def why_not_between(
     Collective; all get the same answer.
 
     Args:
-      groups: of which `why_not_cuda` said nothing.
+      groups: of which `unsupported_reason` said nothing.
       where: the `places` of all.
       processes: who takes part.
     """
@@ -87,7 +87,7 @@ def why_not_between(
             "jax_ep.Communicator: nobody can say whether NVLink joins devices "
             f"{_some(pairs)}, without which rows may come out wrong: "
             f"{'; '.join(reasons)}",
-            stacklevel=5,
+            stacklevel=6,
         )
     return None
 
@@ -152,7 +152,7 @@ def _ask_between(groups: Groups, where: Places) -> tuple[str | None, _Asked]:
     pairs = _pairs_of_host(driver, groups, where)
     for (a, b), ids in pairs.items():
         if ids[1] in mine:
-            continue  # asked about by `why_not_cuda`
+            continue  # asked about by `unsupported_reason`
         if b in ordinals:
             seen[ordinals[a], ordinals[b]] = ids
         else:

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jax_ep import bootstrap, native
+from jax_ep.held import Memory
 from jax_ep.links import Links, create_shared_memory, exchange_shared_memory
 from jax_ep.topology import MeshPlaces
 
 _DEFAULT_CHANNELS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class HostStaging:
-    """What a communicator of backend "cpu" holds.
-
-    Attributes:
-      release: gives it back.
-      memory_bytes: shared memory that this process made.
-    """
-
-    release: Callable[[], Any]
-    memory_bytes: int
-
-
-def why_not_host() -> str | None:
+def unsupported_reason() -> str | None:
     """Says why the host backend cannot work in this process; None where it can."""
     try:
         native.host()
@@ -53,7 +38,7 @@ def set_up_host(
     processes: bootstrap.Processes | None,
     links: Links | None,
     scope: str = "",
-) -> HostStaging:
+) -> Memory:
     """Registers the communicator; with other processes, shares memory with them.
 
     Args:
@@ -119,7 +104,7 @@ def set_up_host(
         if processes is not None:
             # Nobody begins before everybody can take part.
             processes.barrier("ready")
-        return HostStaging(undo.pop_all().close, memory_bytes)
+        return Memory(undo.pop_all().close, memory_bytes)
 
 
 def _share_memory(processes, links, size, descriptors) -> dict[int, int]:

@@ -209,23 +209,23 @@ class TestPeerAccess:
     def unreachable(self, driver, module):
         driver.unreachable = {(0, 4), (4, 0)}
 
-    def test_why_not_cuda(self):
+    def test_unsupported_reason(self):
         groups = [[Gpu(0), Gpu(1), Gpu(4)]]
-        assert reach.why_not_cuda(groups) == NO_ACCESS
+        assert reach.unsupported_reason(groups) == NO_ACCESS
 
     def test_only_pairs_of_a_group_count(self):
         groups = [[Gpu(0), Gpu(1)], [Gpu(4), Gpu(5)]]
-        assert reach.why_not_cuda(groups) is None
+        assert reach.unsupported_reason(groups) is None
 
     def test_one_way_is_not_enough(self, driver):
         driver.unreachable = {(4, 0)}
         groups = [[Gpu(0), Gpu(4)]]
-        assert reach.why_not_cuda(groups) == "no peer access between GPUs (4, 0)"
+        assert reach.unsupported_reason(groups) == "no peer access between GPUs (4, 0)"
 
     def test_peers_without_atomics(self, driver):
         driver.unreachable = set()
         driver.without_atomics = {(4, 0)}
-        assert reach.why_not_cuda([[Gpu(0), Gpu(4)]]) == (
+        assert reach.unsupported_reason([[Gpu(0), Gpu(4)]]) == (
             "no atomic operations between GPUs (4, 0)"
         )
 

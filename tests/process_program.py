@@ -13,7 +13,6 @@ import os
 import pathlib
 import random
 import signal
-import sys
 import time
 import warnings
 
@@ -29,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import (
+    backends,
     bootstrap,
     fabric,
     node_wire,
@@ -36,6 +36,7 @@ from jax_ep import (
     reach,
     window_memory,
 )
+from jax_ep.held import Memory
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -299,17 +300,16 @@ class TwoHosts:
         self.half = jax.process_count() // 2
         self.problems = problems  # processes whose GPUs do not work
         self.released = []
-        communicator_module = sys.modules["jax_ep.communicator"]
-        communicator_module._platforms = lambda groups: {"gpu"}
+        setattr(backends.Job, "platforms", {"gpu"})  # noqa: B010
         bootstrap.host_identity = lambda: {
             "boot_id": f"boot-{jax.process_index() // self.half}",
             "host": "cloned",
             "uid": os.getuid(),
         }
         fabric.note = lambda devices: {"domain": domain, "problem": no_handles}
-        reach.why_not_cuda = lambda groups: None
+        reach.unsupported_reason = lambda groups: None
         reach.places = lambda groups, processes: {}
-        reach.why_not_between = lambda groups, where, processes: None
+        reach.unsupported_between = lambda groups, where, processes: None
         reach.why_torn = lambda groups, where: None
         peer_memory.set_up_cuda = self.set_up_cuda
         node_wire.set_up_wire = self.set_up_wire
@@ -321,7 +321,7 @@ class TwoHosts:
         self.sockets = sockets(processes, links)
         problem = "broken" if processes.me in self.problems else None
         processes.gather("memory", None, problem)
-        return peer_memory.CudaMemory(lambda: self.released.append("node"), 1)
+        return Memory(lambda: self.released.append("node"), 1)
 
     def set_up_windows(self, identity, groups, size, *, processes, links, **_):
         self.window_near = processes.members

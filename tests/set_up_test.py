@@ -24,7 +24,7 @@ import shared_gpu_memory_test as gpus
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import bootstrap, communicator, fabric, gpu_memory, native, nvml
+from jax_ep import backends, bootstrap, fabric, gpu_memory, native, nvml
 
 _here = threading.local()
 
@@ -170,7 +170,7 @@ def in_threads(monkeypatch):
         lambda: {"boot_id": f"{_here.process.host}", "host": "host", "uid": 0},
     )
     # One process's threads would wait for each other.
-    monkeypatch.setattr(communicator, "_ids_lock", contextlib.nullcontext())
+    monkeypatch.setattr(backends, "_ids_lock", contextlib.nullcontext())
     monkeypatch.setattr(fabric, "note", lambda _: {"domain": "", "problem": ""})
     monkeypatch.setattr(gpu_memory, "driver", here("driver"))
     monkeypatch.setattr(
