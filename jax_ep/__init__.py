@@ -4,11 +4,11 @@ from jax_ep.communicator import Communicator
 from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
 from jax_ep.grouped_products import gated_mlp, ragged_dot
 from jax_ep.low_latency import (
-    LowLatencyBuffer,
     LowLatencyHandle,
     low_latency_combine,
     low_latency_dispatch,
 )
+from jax_ep.low_latency_buffer import LowLatencyBuffer
 from jax_ep.moe import moe, moe_with_plan
 from jax_ep.ops import combine, dispatch, permute, plan_dispatch, unpermute
 from jax_ep.overlap import (
@@ -19,7 +19,8 @@ from jax_ep.overlap import (
     dispatch_start,
     overlap,
 )
-from jax_ep.plan import Plan, make_plan
+from jax_ep.plan import Plan
+from jax_ep.planning import make_plan
 
 __version__ = "0.1.0"
 

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import AxisType
 
 if TYPE_CHECKING:
-    from jax_ep.communicator import Communicator
+    from jax_ep.ranks import Ranks
 
 
-def check_open(comm: Communicator, op: str) -> None:
+def check_open(comm: Ranks, op: str) -> None:
     """Raises RuntimeError where `comm` was closed, or set up before a fork."""
     if comm._pid != os.getpid():
         raise RuntimeError(
@@ -29,7 +29,7 @@ def check_open(comm: Communicator, op: str) -> None:
         )
 
 
-def check_inside_shard_map(comm: Communicator, op: str) -> None:
+def check_inside_shard_map(comm: Ranks, op: str) -> None:
     """Raises ValueError unless tracing inside shard_map over comm's mesh.
 
     Every axis has to be manual: around a call that leaves an axis to the
@@ -71,6 +71,8 @@ def check_inside_shard_map(comm: Communicator, op: str) -> None:
 
 
 # Rows and slots are numbered by int32.
+# kMaxTopK in cc/layout.h.
+MAX_TOP_K = 32
 INT32_MAX = 2**31 - 1
 # What the plan's kernel divides by multiplication; far above real models.
 _MAXIMUM = 2**16

@@ -23,7 +23,7 @@ from jax_ep import primitives, xla_backend
 from jax_ep.primitive_rules import define, make_varying, varying, zero_tangent
 
 if TYPE_CHECKING:
-    from jax_ep.low_latency import LowLatencyBuffer
+    from jax_ep.ranks import Buffer
 
 _SCALE_BLOCK = 128
 
@@ -34,7 +34,7 @@ def dispatch(
     leaves: Sequence[jax.Array],
     after: Sequence[jax.Array],
     *,
-    buffer: LowLatencyBuffer,
+    buffer: Buffer,
     by_expert: bool,
     quantize: bool,
 ) -> list[jax.Array]:
@@ -63,7 +63,7 @@ def combine(
     y: jax.Array,
     after: Sequence[jax.Array],
     *,
-    buffer: LowLatencyBuffer,
+    buffer: Buffer,
     by_expert: bool,
 ) -> jax.Array:
     """Binds ep_low_latency_combine: [T, H]."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jax_ep import ops
 from jax_ep.communicator import Communicator
-from jax_ep.plan import Plan, make_plan
+from jax_ep.plan import Plan
+from jax_ep.planning import make_plan
 
 ExpertFn = Callable[..., Any]
 

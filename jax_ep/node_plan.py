@@ -18,7 +18,6 @@ to every rank of the node; then all is counting, the same on all ranks of a node
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
@@ -27,38 +26,20 @@ import numpy as np
 from jax import lax
 
 from jax_ep import node_primitives, primitives, xla_backend
+from jax_ep.plan import Crossing
 from jax_ep.primitive_rules import make_varying, varying
 
 if TYPE_CHECKING:
-    from jax_ep.communicator import Communicator
+    from jax_ep.ranks import Ranks
 
 # Ranks that a row of ep_dispatch can go to: lanes of a warp.
 _MAX_ROUTES = 32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Crossing:
-    """How this rank's rows reach nodes.
-
-    Attributes:
-      places: i32[T, min(K, N)], each token's wire rows, where they arrive, in the
-        order of nodes; -1 where there is none.
-      sends: i32[(N - 1) * Tn], the token of each row that leaves, in blocks for the
-        nodes after this one; -1 where there is none.
-      arrivals: i32[C], which wire row stands in each slot: source rank * T + its
-        number in its block, so that it grows; -1 where the slot is empty.
-    """
-
-    places: jax.Array
-    sends: jax.Array
-    arrivals: jax.Array
-
-
 def plan(
     topk_idx: jax.Array,
     *,
-    comm: Communicator,
+    comm: Ranks,
     num_experts: int,
     capacity: int,
     expert_alignment: int,
@@ -117,7 +98,7 @@ class _Wire:
       block: int[W], each wire row's block.
     """
 
-    def __init__(self, comm: Communicator, num_tokens: int, node_capacity: int):
+    def __init__(self, comm: Ranks, num_tokens: int, node_capacity: int):
         self.num_nodes = comm.num_nodes
         self.node_size = comm.node_size
         self.num_tokens = num_tokens
@@ -160,7 +141,7 @@ def _crossing(
 
 
 def _gather_in_node(
-    rows: jax.Array, comm: Communicator, local: jax.Array, axes: frozenset[str]
+    rows: jax.Array, comm: Ranks, local: jax.Array, axes: frozenset[str]
 ) -> jax.Array:
     """[L, W, ...]: the wire rows of all ranks of the node, by local index."""
     num_rows, size = rows.shape[0], comm.node_size

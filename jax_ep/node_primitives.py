@@ -24,13 +24,13 @@ from jax_ep.primitive_rules import (
     define,
     integers_jvp,
     make_varying,
-    row_bytes,
     varying,
 )
+from jax_ep.sizes import row_bytes
 
 if TYPE_CHECKING:
-    from jax_ep.communicator import Communicator
     from jax_ep.plan import Plan
+    from jax_ep.ranks import Ranks
 
 # Routing operands: those of ep_dispatch inside the node, then Crossing's.
 _NUM_ROUTING = primitives.NUM_ROUTING + 3
@@ -58,7 +58,7 @@ def _bind_leaves(primitive, leaves, plan, num_rows) -> list[jax.Array]:
     )
 
 
-def exchange(rows: jax.Array, comm: Communicator, axes: frozenset[str]) -> jax.Array:
+def exchange(rows: jax.Array, comm: Ranks, axes: frozenset[str]) -> jax.Array:
     """Binds ep_node_exchange: [(N - 1) * n, ...] to and from the other nodes.
 
     Block d - 1 of n rows goes to the d-th node after this one, in circles, and what
@@ -71,7 +71,7 @@ def exchange(rows: jax.Array, comm: Communicator, axes: frozenset[str]) -> jax.A
 # Lowering --------------------------------------------------------------------
 
 
-def _exchange_over_rail(rows, *, comm: Communicator):
+def _exchange_over_rail(rows, *, comm: Ranks):
     """ep_node_exchange by ep_dispatch: every row to one node."""
     num_rows = rows.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -159,7 +159,7 @@ _MOST_IN_FLIGHT = 8
 _PLACES, _SENDS, _ARRIVALS = range(primitives.NUM_ROUTING, _NUM_ROUTING)
 
 
-def chunks(comm: Communicator, block: int, row_bytes: int) -> tuple[int, int]:
+def chunks(comm: Ranks, block: int, row_bytes: int) -> tuple[int, int]:
     """(rows of a chunk, chunks in flight) where a node gets `block` rows."""
     count = min(max(1, block * row_bytes // _MIN_CHUNK_BYTES), _MAX_CHUNKS, block)
     rows = -(-block // count)

@@ -19,7 +19,8 @@ from jax_ep import (
     sizes,
 )
 from jax_ep.communicator import Communicator
-from jax_ep.plan import Plan, PlanRequest, check_request
+from jax_ep.plan import Plan
+from jax_ep.planning import PlanRequest, check_request
 from jax_ep.primitive_rules import SUMMABLE
 
 # XLA packs these below a byte; they travel one to a byte, without loss.

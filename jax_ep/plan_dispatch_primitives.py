@@ -16,17 +16,17 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import native, primitives
-from jax_ep.communicator import Communicator
 from jax_ep.primitive_rules import (
     bind_rows,
     define,
     each_element,
     folded,
     make_varying,
-    row_bytes,
     varying,
     zero_tangent,
 )
+from jax_ep.ranks import Ranks
+from jax_ep.sizes import row_bytes
 
 # Backends with native code; on the others the primitive is lowered to two steps.
 _NATIVE_BACKENDS = frozenset({"cuda"})
@@ -39,7 +39,7 @@ def plan_dispatch(
     topk_idx: jax.Array,
     leaves: Sequence[jax.Array],
     *,
-    comm: Communicator,
+    comm: Ranks,
     num_experts: int,
     capacity: int,
     expert_alignment: int,

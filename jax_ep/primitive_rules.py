@@ -56,11 +56,6 @@ def has_elements(leaf: jax.Array) -> bool:
     return math.prod(leaf.shape[1:]) > 0
 
 
-def row_bytes(leaf: Any) -> int:
-    """Bytes of one row of a leaf [rows, ...], as it travels."""
-    return math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
-
-
 def launches(leaves: Sequence[jax.Array], most: int = MAX_LEAVES) -> list[list[int]]:
     """Which leaves travel, launch by launch, at most `most` at a time.
 
@@ -233,3 +228,13 @@ def batch_rows(primitive: Primitive, num_routing: int, args, dims, **params):
     leaves = map(folded, args[num_routing:], leaf_dims)
     outputs = primitive.bind(*args[:num_routing], *leaves, **params)
     return outputs, [None if d is None else 1 for d in leaf_dims]
+
+
+def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
+    # The default method is a loop of small kernels on GPUs.
+    group = jnp.searchsorted(
+        ends, jnp.arange(num_rows, dtype=jnp.int32), side="right", method="compare_all"
+    )
+    inside = group < len(ends)
+    return jnp.where(inside, group, 0), inside

@@ -35,8 +35,8 @@ from jax_ep.primitive_rules import (
 )
 
 if TYPE_CHECKING:
-    from jax_ep.communicator import Communicator
     from jax_ep.plan import Plan
+    from jax_ep.ranks import Ranks
 
 # The results of ep_plan, as Plan names them.
 PLAN_FIELDS = (
@@ -58,7 +58,7 @@ NUM_ROUTING = len(ROUTING_FIELDS)
 def plan(
     topk_idx: jax.Array,
     *,
-    comm: Communicator,
+    comm: Ranks,
     num_experts: int,
     capacity: int,
     expert_alignment: int,
@@ -167,7 +167,7 @@ def _rows_abstract_eval(rows_of: Callable[[dict], int], num_routing: int):
 # Lowering --------------------------------------------------------------------
 
 
-def _check_devices(ctx: mlir.LoweringRuleContext, comm: Communicator) -> None:
+def _check_devices(ctx: mlir.LoweringRuleContext, comm: Ranks) -> None:
     """Refuses other devices than the communicator's, or another order of them.
 
     As far as one can see here: the mesh may be an abstract one, and JAX may run the
@@ -206,7 +206,7 @@ _sites: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Iterator[int]]] = (
 )
 
 
-def _site_number(ctx: mlir.LoweringRuleContext, comm: Communicator, slot: str) -> int:
+def _site_number(ctx: mlir.LoweringRuleContext, comm: Ranks, slot: str) -> int:
     """Which call of `comm` in this module takes a control slot of this kind."""
     sites = _sites.setdefault(ctx.module_context.module, {})
     return next(sites.setdefault((comm.id, slot), itertools.count()))
@@ -227,7 +227,7 @@ def communicator_call(
     operands: Sequence[Any],
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
-    comm: Communicator,
+    comm: Ranks,
     options: Mapping[str, Any] | None = None,
     slot: Literal["plan", "rows"] | None = None,
     **attributes: int,
@@ -257,7 +257,7 @@ def communicator_call(
     )
 
 
-def _is_plain(comm: Communicator, num_tokens: int) -> bool:
+def _is_plain(comm: Ranks, num_tokens: int) -> bool:
     """Whether a call is lowered to plain JAX.
 
     T is the same on all ranks. Where it is 0 nobody has to ask the others, and
@@ -266,7 +266,7 @@ def _is_plain(comm: Communicator, num_tokens: int) -> bool:
     return comm.backend == "xla" or num_tokens == 0
 
 
-def plan_workspace(comm: Communicator, num_experts: int) -> Any:
+def plan_workspace(comm: Ranks, num_experts: int) -> Any:
     """The scratch of a plan, its last result."""
     size = native.plan_workspace_size(num_ranks=comm.num_ranks, num_experts=num_experts)
     return jax.core.ShapedArray((size,), np.dtype(np.int32))

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from jax_ep import mosaic_products
 from jax_ep.mosaic_kernel import ALIGNMENT, unsupported_reason
-from jax_ep.product_primitives import group_of_rows
+from jax_ep.primitive_rules import group_of_rows
 
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
 

@@ -38,6 +38,7 @@ from jax_ep import checks
 from jax_ep.primitive_rules import (
     define_everywhere,
     each_element,
+    group_of_rows,
     lower_plain,
     make_varying,
     varying,
@@ -247,16 +248,6 @@ def wide(dtype: Any) -> np.dtype:
 def _is_bias(lhs, transpose_rhs: bool = False, **_) -> bool:
     """Whether rows are one number, as those of bias_rows: no product is needed."""
     return lhs.shape[1] == 1 and not transpose_rhs
-
-
-def group_of_rows(ends: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """(i32[M], bool[M]): the group of each row, or 0, and whether it has one."""
-    # The default method is a loop of small kernels on GPUs.
-    group = jnp.searchsorted(
-        ends, jnp.arange(num_rows, dtype=jnp.int32), side="right", method="compare_all"
-    )
-    inside = group < len(ends)
-    return jnp.where(inside, group, 0), inside
 
 
 # Lowering --------------------------------------------------------------------

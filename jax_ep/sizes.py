@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-
-from jax_ep.primitive_rules import row_bytes
+import numpy as np
 
 if TYPE_CHECKING:
-    from jax_ep.plan import Plan, PlanRequest
+    from jax_ep.plan import Plan
+    from jax_ep.planning import PlanRequest
 
 
 class Defaults(tuple[str, ...]):
@@ -27,6 +28,11 @@ class Defaults(tuple[str, ...]):
 
     def __hash__(self) -> int:
         return 0
+
+
+def row_bytes(leaf: Any) -> int:
+    """Bytes of one row of a leaf [rows, ...], as it travels."""
+    return math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
 
 
 # A leaf's buffer that is larger only because of a default gets a warning.

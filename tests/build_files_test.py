@@ -26,6 +26,16 @@ def _strings(tree):
                 yield node.value
 
 
+def _matched(package):
+    """Files that a pattern of the package's globs matches, relative to it."""
+    return {
+        str(path.relative_to(package))
+        for pattern in _strings(TREES[package])
+        if "*" in pattern
+        for path in package.glob(pattern)
+    }
+
+
 def _target_names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -48,7 +58,8 @@ def test_every_source_file_is_in_the_build_file_above_it():
                 continue
             package = next((p for p in path.parents if p in TREES), None)
             name = str(path.relative_to(package)) if package else None
-            if package is None or name not in set(_strings(TREES[package])):
+            named = {*_strings(TREES[package]), *_matched(package)} if package else ()
+            if name not in named:
                 missing.append(str(path.relative_to(ROOT)))
     assert not missing, "in no BUILD.bazel: " + ", ".join(missing)
 
@@ -57,7 +68,7 @@ def test_every_source_file_is_in_the_build_file_above_it():
 def test_every_file_named_exists(package):
     named = {s for s in _strings(TREES[package]) if s.endswith(SUFFIXES)}
     named = {s for s in named if not s.startswith(("//", "@", ":"))}
-    gone = sorted(s for s in named if not (package / s).is_file())
+    gone = sorted(s for s in named if not any(package.glob(s)))
     assert not gone, (
         f"{package.name}/BUILD.bazel names files that are not there: {gone}"
     )
