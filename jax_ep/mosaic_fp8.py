@@ -26,9 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep import inlining
-from jax_ep.mosaic_kernel import Config, after, load, num_blocks, swizzled
-from jax_ep.mosaic_products import Packed, padded
+from jax_ep import inlining, mosaic_kernel
+from jax_ep.mosaic_kernel import ALIGNMENT, Config, after, load, num_blocks, swizzled
+from jax_ep.mosaic_products import Packed
 
 # Rows of a tile, columns of it by one matrix, and columns of a step.
 BLOCK = 128
@@ -61,6 +61,19 @@ class _Product:
     name: str
     stages: int = 4
     band: int = 8
+
+
+def unsupported_reason(compute_capability: str, columns: Sequence[int]) -> str | None:
+    """Why these kernels do not serve products of so many columns, or None."""
+    reason = mosaic_kernel.unsupported_reason(
+        compute_capability=compute_capability,
+        dtypes=[jnp.bfloat16],
+        columns=[],
+        group_alignment=ALIGNMENT,
+    )
+    if reason is None and any(size % BLOCK or not size for size in columns):
+        return f"of the sizes {tuple(columns)}, one is not a multiple of {BLOCK}"
+    return reason
 
 
 def rows(
@@ -104,7 +117,7 @@ def rows(
         columns=lambda j, i: 2 * j + i,
         num_columns=pl.cdiv(width, 2 * BLOCK),
         store=store,
-        out_types=[jax.ShapeDtypeStruct((padded(values).shape[0], width), out_dtype)],
+        out_types=[jax.ShapeDtypeStruct((_padded(len(values)), width), out_dtype)],
         staged=[
             plgpu.SMEM((2, 2, _HALF, piece), out_dtype, transforms=swizzled(out_dtype))
         ],
@@ -139,7 +152,7 @@ def gated(
       (values [M, I], scales [I / 128, M]) as `rows` takes them; without a meaning
       after the last group.
     """
-    m, width = padded(values).shape[0], gate[0].shape[1]
+    m, width = _padded(len(values)), gate[0].shape[1]
 
     def store(at, sums, wg, outs, staged):
         if sums is None:
@@ -177,15 +190,21 @@ def gated(
     return found[0][: len(values)], found[1][:, : len(values)]
 
 
+def _padded(num_rows: int) -> int:
+    """Rows that kernels take: a multiple of 8, and a tile's at least."""
+    return max(BLOCK, -(-num_rows // 8) * 8)
+
+
 def _row(at, wg):
     return pl.multiple_of(at["row"] + wg * _HALF, _HALF)
 
 
 def _call(product, values, scales, matrices, group_sizes, alignment):
     """The results, with as many rows as kernels take."""
-    given = len(values)
-    values = padded(values)
-    scales = jnp.pad(scales, ((0, 0), (0, len(values) - given)))
+    if more := _padded(len(values)) - len(values):
+        rest = jnp.zeros((more, values.shape[1]), values.dtype)
+        values = jnp.concatenate([values, rest])
+        scales = jnp.pad(scales, ((0, 0), (0, more)))
     config = Config(tile_m=BLOCK, tile_n=2 * BLOCK, alternate=False, band=product.band)
     config = dataclasses.replace(config, stages=product.stages)
     groups, _, k = matrices[0][0].shape
