@@ -54,9 +54,21 @@ def quantized_rows(x):
 def model(x, mlp, sizes):
     """NumPy's model of the MLP in FP8: the same quantisation, float64 otherwise."""
     x = quantized_rows(np.where(np.isfinite(x), x, 0))
-    gate, up = (oracle.rows(x, quantized_matrices(w), sizes) for w in mlp[:2])
-    hidden = quantized_rows(oracle.silu(gate, up)[0])
-    return oracle.rows(hidden, quantized_matrices(mlp[2]), sizes)
+    return quantized_mlp(x, map(quantized_matrices, mlp[:3]), sizes)
+
+
+def same_factors(pair, mlp, sizes):
+    """The same with rows and matrices as jax_ep quantised them."""
+    rows = dequantized(*map(np.asarray, pair), dtype=np.float64)
+    ws = [jax_ep.quantize_weights(w).dequantize(jnp.float32) for w in mlp[:3]]
+    return quantized_mlp(rows, [np.asarray(w, np.float64) for w in ws], sizes)
+
+
+def quantized_mlp(rows, ws, sizes):
+    """In float64, but for hidden values."""
+    w_gate, w_up, w_down = ws
+    gate, up = (oracle.rows(rows, w, sizes) for w in (w_gate, w_up))
+    return oracle.rows(quantized_rows(oracle.silu(gate, up)[0]), w_down, sizes)
 
 
 def parameters(groups, h, i, n, dtype=BFLOAT16):
@@ -133,9 +145,9 @@ def test_error_is_that_of_quantising(sizes, alignment, h, i, n, already):
     ours = root_mean_square(found[:used] - exact[:used])
     allowed = 1.5 * root_mean_square(of_model[:used] - exact[:used])
     assert 0 < ours <= allowed
-    # And it is the same arithmetic: what differs are bfloat16's rounding, and ties.
-    close = root_mean_square(found[:used] - of_model[:used])
-    assert close <= 0.25 * allowed, (close, allowed)
+    # And it is the same arithmetic. Ties among hidden values may fall either way.
+    close = root_mean_square(found[:used] - same_factors(pair, mlp, sizes)[:used])
+    assert close <= 0.2 * allowed, (close, allowed)
 
 
 def test_nan_and_infinity_stay_in_their_rows():
