@@ -353,21 +353,22 @@ def _multiply(
             column = lax.min(product.columns(at["j"], i), last)
             factors.append(ref[at["group"], column, number])
         plgpu.barrier_wait(full.at[slot])
-        row_scales = plgpu.load(
-            scales.at[slot, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-        )
         for i, factor in enumerate(factors):
 
             def multiply(acc, i=i):
-                plgpu.wgmma(
-                    acc,
-                    operands[0].at[slot, own],
-                    operands[1 + i].at[slot].transpose((1, 0)),
+                lhs, rhs = operands[0].at[slot, own], operands[1 + i].at[slot]
+                plgpu.wgmma(acc, lhs, rhs.transpose((1, 0)))
+                # While the tensor cores are at work.
+                row_scales = plgpu.load(
+                    scales.at[slot, own],
+                    layout=plgpu.Layout.WGMMA.reduce(1),
+                    optimized=False,
                 )
-                return acc[...]
+                return acc[...], row_scales
 
-            part = pl.run_scoped(multiply, plgpu.ACC((_HALF, BLOCK), jnp.float32))
-            if i == 1:
+            acc = plgpu.ACC((_HALF, BLOCK), jnp.float32)
+            part, row_scales = pl.run_scoped(multiply, acc)
+            if i == len(factors) - 1:
                 plgpu.barrier_arrive(empty.at[slot])
             factor = lax.broadcast_in_dim(row_scales * factor, part.shape, (0,))
             sums[i] = sums[i] + part * factor
