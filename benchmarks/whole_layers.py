@@ -84,7 +84,9 @@ def table(run: Tables, comm: jax_ep.Communicator) -> None:
         found = run.measured(
             {line: layers.chain(line, pass_) for line, pass_ in passes.items()},
             guess_us,
-            others=[line for line in lines if lines[line][0] not in (OURS, _FP8, _FREE)],
+            others=[
+                line for line in lines if lines[line][0] not in (OURS, _FP8, _FREE)
+            ],
         )
         for line, stats in found:
             name, what, _ = lines[line]

@@ -282,9 +282,7 @@ def _backward(block, scale, plan, cotangent):
 _straight_through.defvjp(_forward, _backward)
 
 
-def dispatch_permute(
-    x: jax.Array, others: Any, plan: Plan
-) -> tuple[Fp8Rows, Any]:
+def dispatch_permute(x: jax.Array, others: Any, plan: Plan) -> tuple[Fp8Rows, Any]:
     """(permute(dispatch(x)) in FP8, dispatch(others)), as ops does in one launch."""
     x = make_varying(x, varying(x) | varying(plan._routes))
     pair = quantize_fp8(lax.stop_gradient(x))

@@ -51,35 +51,37 @@ def gated_mlp(
       group_alignment: what group_sizes are multiples of.
       precision: of lax's products.
     """
-    leaves, tree = jax.tree.flatten((group_sizes, rows, list(weights)))
-    operands = jax.tree.unflatten(tree, equally_varying(*leaves))
-    params = (
-        ("glu", glu),
-        ("group_alignment", group_alignment),
-        ("precision", precision),
+    carrier = rows.carrier
+    if carrier is None:  # dead in a program: nothing reads them
+        carrier = jnp.zeros(rows.values.shape, _OUT)
+    leaves, tree = jax.tree.flatten(
+        (group_sizes, rows.values, rows.scales, carrier, list(weights))
     )
-    return _straight_through(params, *operands)
+    operands = jax.tree.unflatten(tree, equally_varying(*leaves))
+    params = {"glu": glu, "group_alignment": group_alignment, "precision": precision}
+    return _straight_through(tuple(params.items()), *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _straight_through(params, group_sizes, rows, weights):
+def _straight_through(params, group_sizes, values, scales, carrier, weights):
+    del carrier
     quantized = [
         w if isinstance(w, fp8.Fp8Weights) else fp8.quantize_weights(w) for w in weights
     ]
     matrices = [a for w in quantized for a in (w.values, w.scales)]
-    operands = equally_varying(group_sizes, rows.values, rows.scales, *matrices)
+    operands = equally_varying(group_sizes, values, scales, *matrices)
     (out,) = mlp_p.bind(*operands, **dict(params))
     return out
 
 
-def _forward(params, group_sizes, rows, weights):
-    out = _straight_through(params, group_sizes, rows, weights)
-    carried = None if rows.carrier is None else ()
-    return out, (group_sizes, rows.values, rows.scales, weights, carried)
+def _forward(params, group_sizes, values, scales, carrier, weights):
+    out = _straight_through(params, group_sizes, values, scales, carrier, weights)
+    return out, (group_sizes, values, scales, weights)
 
 
 def _backward(params, kept, cotangent):
-    group_sizes, values, scales, weights, carried = kept
+    group_sizes, values, scales, weights = kept
+    plain = [None if isinstance(w, fp8.Fp8Weights) else w for w in weights]
 
     def mlp(rows, plain):
         matrices = [
@@ -90,13 +92,10 @@ def _backward(params, kept, cotangent):
             group_sizes, rows, matrices, (), **dict(params)
         )
 
-    plain = [None if isinstance(w, fp8.Fp8Weights) else w for w in weights]
     rows = fp8.dequantize_fp8(values, scales, dtype=_OUT)
     _, pull = jax.vjp(mlp, rows, plain)
-    d_rows, d_weights = pull(cotangent)
-    if carried is None:
-        return None, None, d_weights
-    return None, fp8.Fp8Rows(None, None, d_rows), d_weights
+    by_rows, by_weights = pull(cotangent)
+    return None, None, None, by_rows, by_weights
 
 
 _straight_through.defvjp(_forward, _backward)

@@ -123,7 +123,9 @@ def rows(
         ],
         name="grouped_fp8_rows",
     )
-    (out,) = _call(product, values, scales, 2 * [matrices], group_sizes, group_alignment)
+    (out,) = _call(
+        product, values, scales, 2 * [matrices], group_sizes, group_alignment
+    )
     return out[: len(values)]
 
 
@@ -168,7 +170,10 @@ def gated(
             buffer[...] = value.astype(buffer.dtype)
         plgpu.commit_smem()
         here = pl.ds(_row(at, wg), _HALF)
-        targets = outs[0].at[here, pl.ds(at["j"] * BLOCK, BLOCK)], outs[1].at[at["j"], here]
+        targets = (
+            outs[0].at[here, pl.ds(at["j"] * BLOCK, BLOCK)],
+            outs[1].at[at["j"], here],
+        )
         for buffer, target in zip(staged, targets, strict=True):
             plgpu.copy_smem_to_gmem(buffer.at[wg], target)
 
@@ -247,75 +252,56 @@ def _call(product, values, scales, matrices, group_sizes, alignment):
     return kernel(*tables, values, scales, *matrices[0], *matrices[1])
 
 
-def _run(config, product, place, refs, *, operands, scales, staged, full, empty):
+def _run(config, product, place, refs, **smem):
     """One block's tiles, in its three roles."""
     *tables, lhs, lhs_scales, w0, s0, w1, s1 = refs[:8]
-    outs = refs[8:]
     work = place.work(*tables)
     block, blocks = lax.axis_index("block"), num_blocks()
-    count = jnp.int32(work["num_tiles"] // blocks)
-    count += (block < work["num_tiles"] % blocks).astype(jnp.int32)
+    rest = (block < work["num_tiles"] % blocks).astype(jnp.int32)
+    count = jnp.int32(work["num_tiles"] // blocks) + rest
     wg = lax.axis_index("wg")
 
     def locate(turn):
         return work["locate"](block + turn * blocks)
 
-    def lhs_slice(at, step):
+    def rows_of(at, step):
         return place.rows(lhs, at, 0, BLOCK).at[:, pl.ds(step * BLOCK, BLOCK)]
 
-    def scale_slice(at, step):
+    def scales_of(at, step):
         return lhs_scales.at[step, pl.ds(pl.multiple_of(at["row"], BLOCK), BLOCK)]
 
-    def rhs_slice(i, ref, at, step):
+    def columns_of(i, ref, at, step):
         columns = pl.ds(product.columns(at["j"], i) * BLOCK, BLOCK)
         return ref.at[at["group"], columns, pl.ds(step * BLOCK, BLOCK)]
 
-    loaded = _Loaded(
-        terms=[
-            (
-                lhs_slice,
-                [
-                    functools.partial(rhs_slice, 0, w0),
-                    functools.partial(rhs_slice, 1, w1),
-                    scale_slice,
-                ],
-            )
-        ],
+    matrices = [functools.partial(columns_of, i, w) for i, w in enumerate((w0, w1))]
+    loads = _Loads(
+        terms=[(rows_of, [*matrices, scales_of])],
         steps=work["steps"],
         resolve=work["resolve"],
     )
-    lax.cond(
-        wg == 2,
-        lambda: load(
+
+    def load_tiles():
+        lhs_smem, *rhs_smem = smem["operands"]
+        load(
             config,
-            loaded,
+            loads,
             locate,
             count,
-            lhs_smem=operands[0],
-            rhs_smem=[*operands[1:], scales],
-            full=full,
-            empty=empty,
-        ),
-        lambda: _multiply(
-            config,
-            product,
-            work,
-            locate,
-            count,
-            wg,
-            (s0, s1),
-            outs,
-            operands=operands,
-            scales=scales,
-            staged=staged,
-            full=full,
-            empty=empty,
-        ),
-    )
+            lhs_smem=lhs_smem,
+            rhs_smem=[*rhs_smem, smem["scales"]],
+            full=smem["full"],
+            empty=smem["empty"],
+        )
+
+    def multiply_tiles():
+        _multiply(config, product, work, locate, count, wg, (s0, s1), refs[8:], **smem)
+
+    lax.cond(wg == 2, load_tiles, multiply_tiles)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loaded:
+class _Loads:
     """What the loader needs to know, see `mosaic_kernel.Work`."""
 
     terms: Sequence[Any]
@@ -324,66 +310,36 @@ class _Loaded:
 
 
 def _multiply(
-    config,
-    product,
-    work,
-    locate,
-    count,
-    wg,
-    matrix_scales,
-    outs,
-    *,
-    operands,
-    scales,
-    staged,
-    full,
-    empty,
+    config, product, work, locate, count, wg, matrix_scales, outs, *, staged, **smem
 ):
     """A multiplying warpgroup: its 64 rows of every tile."""
     plgpu.set_max_registers(232, action="increase")
     for slot in range(config.stages):  # all are free at the start
-        plgpu.barrier_arrive(empty.at[slot])
-    own = pl.ds(wg * _HALF, _HALF)
+        plgpu.barrier_arrive(smem["empty"].at[slot])
 
-    def step(at, number, carry):
-        slot, *sums = carry
-        factors = []
+    def scales_of_matrices(at, number):
+        found = []
         for i, ref in enumerate(matrix_scales):
             last = jnp.int32(ref.shape[1] - 1)
             column = lax.min(product.columns(at["j"], i), last)
-            factors.append(ref[at["group"], column, number])
-        plgpu.barrier_wait(full.at[slot])
-        for i, factor in enumerate(factors):
-
-            def multiply(acc, i=i):
-                lhs, rhs = operands[0].at[slot, own], operands[1 + i].at[slot]
-                plgpu.wgmma(acc, lhs, rhs.transpose((1, 0)))
-                # While the tensor cores are at work.
-                row_scales = plgpu.load(
-                    scales.at[slot, own],
-                    layout=plgpu.Layout.WGMMA.reduce(1),
-                    optimized=False,
-                )
-                return acc[...], row_scales
-
-            acc = plgpu.ACC((_HALF, BLOCK), jnp.float32)
-            part, row_scales = pl.run_scoped(multiply, acc)
-            if i == len(factors) - 1:
-                plgpu.barrier_arrive(empty.at[slot])
-            factor = lax.broadcast_in_dim(row_scales * factor, part.shape, (0,))
-            sums[i] = sums[i] + part * factor
-        return (after(slot, config.stages), *sums)
+            found.append(ref[at["group"], column, number])
+        return found
 
     def tile(turn, slot):
         at = work["resolve"](locate(turn), False)
         at = dict(at, fill=work["fill"])
         steps = work["steps"](at)
+
+        def step(number, carry):
+            slot, *sums = carry
+            factors = scales_of_matrices(at, number)
+            sums = _step(wg, slot, factors, sums, **smem)
+            return (after(slot, config.stages), *sums)
+
         zeros = plgpu.layout_cast(
             jnp.zeros((_HALF, BLOCK), jnp.float32), plgpu.Layout.WGMMA
         )
-        slot, *sums = lax.fori_loop(
-            0, steps, functools.partial(step, at), (slot, zeros, zeros)
-        )
+        slot, *sums = lax.fori_loop(0, steps, step, (slot, zeros, zeros))
 
         @pl.when(steps > 0)
         def _():
@@ -397,3 +353,31 @@ def _multiply(
 
     lax.fori_loop(0, count, tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _step(wg, slot, factors, sums, *, operands, scales, full, empty):
+    """The sums with 128 columns more, one matrix after the other."""
+    plgpu.barrier_wait(full.at[slot])
+    own = pl.ds(wg * _HALF, _HALF)
+    lhs, *all_rhs = (operand.at[slot] for operand in operands)
+    found = []
+    for rhs, factor, total in zip(all_rhs, factors, sums, strict=True):
+
+        def multiply(acc, rhs=rhs):
+            plgpu.wgmma(acc, lhs.at[own], rhs.transpose((1, 0)))
+            # While the tensor cores are at work.
+            # pyrefly: ignore[missing-argument]  # jax before 0.11
+            row_scales = plgpu.load(
+                scales.at[slot, own],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+            return acc[...], row_scales
+
+        acc = plgpu.ACC((_HALF, BLOCK), jnp.float32)
+        part, row_scales = pl.run_scoped(multiply, acc)
+        if rhs is all_rhs[-1]:
+            plgpu.barrier_arrive(empty.at[slot])
+        factor = lax.broadcast_in_dim(row_scales * factor, part.shape, (0,))
+        found.append(total + part * factor)
+    return found

@@ -271,6 +271,7 @@ def _run(config, shapes, work, **smem):
 
 
 def after(slot, stages):
+    """The slot that is filled next."""
     return lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
 
 

@@ -518,22 +518,27 @@ class Packed:
 
     @property
     def halves(self) -> bool:
+        """Whether a group's last tile may have half the rows."""
         return self.alignment % self.config.tile_m != 0
 
     @property
     def row_tiles(self) -> int:
+        """Tiles one above the other, at most."""
         # Half tiles: up to one for each group, and one behind the last.
         tile_m = self.config.tile_m
         return (self.m + self.halves * ALIGNMENT * self.groups + tile_m - 1) // tile_m
 
     def tables(self, group_sizes) -> tuple[jax.Array, ...]:
+        """What the kernel looks groups up in."""
         table = _tables(group_sizes, self.config.tile_m, self.alignment)
         return table, _groups_of_tiles(table, self.row_tiles)
 
     def rows(self, ref, at, row, count):
+        """`count` rows of a tile from its `row` on."""
         return ref.at[pl.ds(pl.multiple_of(at["row"] + row, ALIGNMENT), count)]
 
     def work(self, *tables) -> dict[str, Any]:
+        """Fields of `Work`: which tiles there are, and where."""
         table, groups_of_tiles = tables
         last, tile_m = self.groups - 1, self.config.tile_m
         good = table[2, last] == 0

@@ -10,7 +10,6 @@ import harness
 import jax
 import jax.numpy as jnp
 import layers
-import ml_dtypes
 import numpy as np
 import product_oracle as oracle
 import pytest
@@ -414,9 +413,7 @@ def test_bad_arguments(call, error, message):
 
 def test_an_activation_that_closes_over_traced_arrays():
     def run(slope):
-        return jax_ep.gated_mlp(
-            ROWS, SIZES, **W, activation=lambda gate: slope * gate
-        )
+        return jax_ep.gated_mlp(ROWS, SIZES, **W, activation=lambda gate: slope * gate)
 
     with pytest.raises(ValueError, match="must not close over traced arrays"):
         jax.jit(run)(2.0)
