@@ -81,7 +81,7 @@ class Fp8Weights:
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> jax.Array:
         """[..., K, N] of `dtype`. Derivative: none."""
-        *batch, n, k = self.values.shape
+        *batch, n, _ = self.values.shape
         scales = jnp.repeat(lax.stop_gradient(self.scales), _BLOCK, axis=-2)
         scales = scales[..., :n, :].reshape(*batch, n, -1)
         wide = dequantize_fp8(lax.stop_gradient(self.values), scales, dtype=dtype)
