@@ -59,8 +59,6 @@ class _Product:
     out_types: Sequence[jax.ShapeDtypeStruct]
     staged: Any
     name: str
-    stages: int = 4
-    band: int = 8
 
 
 def unsupported_reason(compute_capability: str, columns: Sequence[int]) -> str | None:
@@ -89,7 +87,7 @@ def rows(
 
     Args:
       values: float8_e4m3fn [M, K].
-      scales: float32 [K / 128, M].
+      scales: float32 [K / 128, M or more].
       matrices: float8_e4m3fn [G, N, K] and float32 [G, N / 128, K / 128].
       group_sizes: i32[G].
       group_alignment: a multiple of 128.
@@ -151,8 +149,8 @@ def gated(
       group_alignment: a multiple of 128.
 
     Returns:
-      (values [M, I], scales [I / 128, M]) as `rows` takes them; without a meaning
-      after the last group.
+      (values [M, I], scales [I / 128, M or more]) as `rows` takes them; without a
+      meaning after the last group.
     """
     m, width = _padded(len(values)), gate[0].shape[1]
 
@@ -183,7 +181,8 @@ def gated(
         store=store,
         out_types=[
             jax.ShapeDtypeStruct((m, width), _FP8),
-            jax.ShapeDtypeStruct((width // BLOCK, m), jnp.float32),
+            # Stores of one line are not cut off at its end, so there all tiles fit.
+            jax.ShapeDtypeStruct((width // BLOCK, _in_tiles(m)), jnp.float32),
         ],
         staged=[
             plgpu.SMEM((2, _HALF, BLOCK), _FP8, transforms=swizzled(_FP8)),
@@ -192,12 +191,17 @@ def gated(
         name="grouped_fp8_gated",
     )
     found = _call(product, values, scales, [gate, up], group_sizes, group_alignment)
-    return found[0][: len(values)], found[1][:, : len(values)]
+    return found[0][: len(values)], found[1]
 
 
 def _padded(num_rows: int) -> int:
     """Rows that kernels take: a multiple of 8, and a tile's at least."""
     return max(BLOCK, -(-num_rows // 8) * 8)
+
+
+def _in_tiles(num_rows: int) -> int:
+    """The rows of as many whole tiles as hold them."""
+    return -(-num_rows // BLOCK) * BLOCK
 
 
 def _row(at, wg):
@@ -209,9 +213,10 @@ def _call(product, values, scales, matrices, group_sizes, alignment):
     if more := _padded(len(values)) - len(values):
         rest = jnp.zeros((more, values.shape[1]), values.dtype)
         values = jnp.concatenate([values, rest])
+    if scales.shape[1] < len(values):
+        more = len(values) - scales.shape[1]
         scales = jnp.pad(scales, ((0, 0), (0, more)))
-    config = Config(tile_m=BLOCK, tile_n=2 * BLOCK, alternate=False, band=product.band)
-    config = dataclasses.replace(config, stages=product.stages)
+    config = Config(BLOCK, 2 * BLOCK, alternate=False, stages=4)
     groups, _, k = matrices[0][0].shape
     place = Packed(
         len(values),

@@ -85,7 +85,7 @@ class TestInterpreted:
         assert not found[384:].any()
 
     def test_gated_rows_are_quantised_again(self):
-        values, scales, wide = rows_in_fp8(512, 128)
+        values, scales, wide = rows_in_fp8(500, 128)
         gate, full_gate = matrices(3, 3, 128, 256)
         up, full_up = matrices(4, 3, 128, 256)
         got, got_scales = interpreted(
@@ -100,6 +100,7 @@ class TestInterpreted:
             *(oracle.rows(wide, w, self.SIZES) for w in (full_gate, full_up))
         )
         want = want[:384]
+        got_scales = got_scales[:, :500]
         largest = np.abs(want.reshape(384, 2, 128)).max(-1)
         np.testing.assert_allclose(got_scales.T[:384], largest / 448, rtol=1e-4)
         found = dequantized(got[:384], got_scales.T[:384], dtype=np.float64)
