@@ -10,7 +10,8 @@ of one. Two warpgroups take 64 rows each: while one adds what came of its 128
 columns of the contraction, the other keeps the tensor cores busy. A third loads.
 
 Groups are as in `mosaic_products`, aligned to 128 rows. Scales of rows are
-transposed, [K / 128, M], so that those of a tile's rows stand together.
+transposed, [K / 128, M], so that those of a tile's rows stand together. Matrices are
+[G, N, K]: in 8 bits tensor cores take operands along K alone.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def gated(
 
     Args:
       values: float8_e4m3fn [M, K].
-      scales: float32 [K / 128, M].
+      scales: float32 [K / 128, M or more].
       gate: float8_e4m3fn [G, I, K] and float32 [G, I / 128, K / 128].
       up: likewise.
       group_sizes: i32[G].
@@ -160,7 +161,7 @@ def gated(
         hidden = inlining.inlined(combine, *sums)
         largest = lax.max(hidden, -hidden).max(axis=1)
         scale = lax.max(largest, jnp.full((_HALF,), _FLOOR)) * (1 / _LARGEST)
-        # Sums are float32, and this is a rounding of its last bit.
+        # Not a division for each number: it takes ten times as long.
         inverse = lax.broadcast_in_dim(1 / scale, hidden.shape, (0,))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for buffer, value in zip(staged, (hidden * inverse, scale), strict=True):
