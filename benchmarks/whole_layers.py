@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import jax_ep
 
 _GATHERED = "all_gather + psum_scatter"
 _PLAIN = "xla: jax_ep.moe"
+_FP8 = "jax_ep.gated_mlp in FP8"
 _FREE = "experts of no cost"
 _DENSE = "floor: dense products"
 _COPY = "floor: rows copied twice"
@@ -62,6 +63,11 @@ def table(run: Tables, comm: jax_ep.Communicator) -> None:
             lines[f"{name}, {_FORWARD}"] = name, _FORWARD, layer
             if name != _COPY:
                 lines[f"{name}, {_BOTH}"] = name, _BOTH, layers.with_gradients(layer)
+        # Forward of matrices in FP8; a training step quantises them.
+        lines[f"{_FP8}, {_FORWARD}"] = _FP8, _FORWARD, layers.in_fp8(comm)
+        if not o.quick:
+            both = layers.with_gradients(layers.in_fp8(comm))
+            lines[f"{_FP8}, {_BOTH}"] = _FP8, _BOTH, both
         passes = {line: pass_ for line, (*_, pass_) in lines.items()}
         # XLA tries kernels for products on the GPU and remembers which was best.
         # Programs compiled at the same time would all try them, in turn: so first
@@ -78,7 +84,9 @@ def table(run: Tables, comm: jax_ep.Communicator) -> None:
         found = run.measured(
             {line: layers.chain(line, pass_) for line, pass_ in passes.items()},
             guess_us,
-            others=[line for line in lines if lines[line][0] not in (OURS, _FREE)],
+            others=[
+                line for line in lines if lines[line][0] not in (OURS, _FP8, _FREE)
+            ],
         )
         for line, stats in found:
             name, what, _ = lines[line]
@@ -137,6 +145,7 @@ class Layers:
         inputs = Inputs(mesh, w)
         self.inputs = inputs
         self.x = inputs.tokens
+        self._takes_fp8: list[Callable] = []
         self.rows = inputs.random(3, w.num_tokens * w.top_k)
         rng = np.random.default_rng(2)
         weights = rng.random((w.num_ranks * w.num_tokens, w.top_k)).astype(np.float32)
@@ -157,6 +166,11 @@ class Layers:
 
         self.experts = inputs.per_rank(draw)(inputs.put(np.arange(w.num_ranks)))
 
+        def quantize(*experts):
+            return tuple(map(jax_ep.quantize_weights, experts))
+
+        self.fp8_experts = inputs.per_rank(quantize)(*self.experts)
+
     def product_us(self, name: str) -> float:
         """About what the experts' products take forward on GPUs.
 
@@ -166,10 +180,27 @@ class Layers:
         w = self.w
         if name in (_FREE, _COPY):
             return 0.0
-        rate = 1e7 if name == "jax.lax.ragged_dot" else 4e8
+        rate = {"jax.lax.ragged_dot": 1e7, _FP8: 8e8}.get(name, 4e8)
         return 6 * w.num_tokens * w.top_k * w.hidden * self.inner / rate
 
-    def moe(self, comm: jax_ep.Communicator, experts_by: Experts | None) -> Callable:
+    def in_fp8(self, comm: jax_ep.Communicator) -> Callable:
+        """jax_ep.moe in FP8, of matrices in FP8 or not."""
+
+        def experts_by(rows, sizes, group_alignment, experts):
+            return jax_ep.gated_mlp(
+                rows, sizes, *experts, group_alignment=group_alignment
+            )
+
+        layer = self.moe(comm, experts_by, quantize="fp8")
+        self._takes_fp8.append(layer)
+        return layer
+
+    def moe(
+        self,
+        comm: jax_ep.Communicator,
+        experts_by: Experts | None,
+        quantize: Literal["fp8"] | None = None,
+    ) -> Callable:
         """jax_ep.moe; None: experts of no cost."""
 
         def layer(x, topk_idx, weights, experts):
@@ -187,6 +218,7 @@ class Layers:
                 num_experts=self.w.num_experts,
                 capacity_factor=self.factor,
                 expert_alignment=self.alignment,
+                quantize=quantize,
             )
 
         return layer
@@ -230,7 +262,8 @@ class Layers:
 
     def _args(self, run: Callable):
         x = self.rows if self.takes_rows(run) else self.x
-        return x, self.inputs.topk_idx, self.weights, self.experts
+        experts = self.fp8_experts if run in self._takes_fp8 else self.experts
+        return x, self.inputs.topk_idx, self.weights, experts
 
     def takes_rows(self, run: Callable) -> bool:
         """Whether it works on as many rows as experts get, not on tokens."""

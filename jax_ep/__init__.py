@@ -1,7 +1,14 @@
 """Expert parallelism for JAX: native collectives and kernels for MoE layers."""
 
 from jax_ep.communicator import Communicator
-from jax_ep.fp8 import dequantize_fp8, dispatch_fp8, quantize_fp8
+from jax_ep.fp8 import (
+    Fp8Rows,
+    Fp8Weights,
+    dequantize_fp8,
+    dispatch_fp8,
+    quantize_fp8,
+    quantize_weights,
+)
 from jax_ep.grouped_products import gated_mlp, ragged_dot
 from jax_ep.low_latency import (
     LowLatencyHandle,
@@ -27,6 +34,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Communicator",
     "Flight",
+    "Fp8Rows",
+    "Fp8Weights",
     "LowLatencyBuffer",
     "LowLatencyHandle",
     "Plan",
@@ -48,6 +57,7 @@ __all__ = [
     "permute",
     "plan_dispatch",
     "quantize_fp8",
+    "quantize_weights",
     "ragged_dot",
     "unpermute",
 ]

@@ -6,10 +6,13 @@ x is about q * scale with |q| <= 448, as DeepSeek-V3 quantises activations
 least 1e-4, over 448; "ue8m0" rounds it up to a power of two before anything is
 quantised. The floor keeps a block of zeros from dividing by zero, and scales
 in the normal range. The last block may be short.
+
+Fp8Rows and Fp8Weights are what the experts of a layer in FP8 multiply.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -27,7 +30,97 @@ _FP8 = jnp.dtype("float8_e4m3fn")
 _UE8M0 = jnp.dtype("float8_e8m0fnu")
 _LARGEST = 448.0
 _FLOOR = 1e-4
-_FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
+FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
+_BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Rows:
+    """Expert rows of a layer with quantize="fp8", as `moe` hands them to experts.
+
+    Attributes:
+      values: float8_e4m3fn [S, H].
+      scales: float32 [S, ceil(H / 128)], see `quantize_fp8`.
+      carrier: bfloat16 [S, H], zeros that take the gradient back to the tokens, as
+        FP8 holds none. Where nobody reads them XLA makes none. None: no gradient.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    carrier: jax.Array | None = None
+
+    def dequantize(self, dtype: Any = jnp.bfloat16) -> jax.Array:
+        """[S, H] of `dtype`. Derivative: straight through, to the tokens."""
+        rows = dequantize_fp8(
+            lax.stop_gradient(self.values),
+            lax.stop_gradient(self.scales),
+            dtype=dtype,
+        )
+        return rows if self.carrier is None else rows + self.carrier.astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weights:
+    """Matrices [..., K, N] in FP8, as `quantize_weights` makes them: x @ w is right.
+
+    Attributes:
+      values: float8_e4m3fn [..., N, K], transposed, as tensor cores want them.
+      scales: float32 [..., ceil(N / 128), ceil(K / 128)].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., K, N)."""
+        *batch, n, k = self.values.shape
+        return (*batch, k, n)
+
+    def dequantize(self, dtype: Any = jnp.bfloat16) -> jax.Array:
+        """[..., K, N] of `dtype`. Derivative: none."""
+        *batch, n, _ = self.values.shape
+        scales = jnp.repeat(lax.stop_gradient(self.scales), _BLOCK, axis=-2)
+        scales = scales[..., :n, :].reshape(*batch, n, -1)
+        wide = dequantize_fp8(lax.stop_gradient(self.values), scales, dtype=dtype)
+        return wide.swapaxes(-1, -2)
+
+
+def quantize_weights(weights: jax.Array) -> Fp8Weights:
+    """Quantises matrices in blocks of 128 x 128, as `gated_mlp` takes them.
+
+    Args:
+      weights: [..., K, N], bfloat16, float16 or float32; x @ weights is the product.
+
+    Returns:
+      `Fp8Weights` of the same matrices, with scales as `quantize_fp8` chooses them;
+      the last blocks may be short.
+
+    Raises:
+      TypeError: a bad argument, with the rule and what was found.
+
+    Derivative: none. To train give `gated_mlp` the matrices as they are: with rows in
+    FP8 it quantises them itself, and their gradient goes straight through.
+    """
+    weights = jnp.asarray(weights)
+    if weights.ndim < 2 or weights.dtype not in FLOATS:
+        raise TypeError(
+            "jax_ep.quantize_weights: weights must be bfloat16, float16 or float32 "
+            f"[..., K, N], found {weights.dtype}{list(weights.shape)}"
+        )
+    turned = lax.stop_gradient(weights).swapaxes(-1, -2)
+    *batch, n, k = turned.shape
+    short = [(0, 0, 0)] * len(batch) + [(0, -size % _BLOCK, 0) for size in (n, k)]
+    tiles = lax.pad(turned, jnp.zeros((), turned.dtype), short)
+    rows, columns = (size // _BLOCK for size in tiles.shape[-2:])
+    tiles = tiles.reshape(*batch, rows, _BLOCK, columns, _BLOCK).swapaxes(-2, -3)
+    flat = tiles.reshape(*batch, rows, columns, _BLOCK * _BLOCK)
+    values, scales = quantize_fp8(flat, _BLOCK * _BLOCK)
+    values = values.reshape(tiles.shape).swapaxes(-2, -3)
+    values = values.reshape(*batch, rows * _BLOCK, columns * _BLOCK)
+    return Fp8Weights(values[..., :n, :k], scales[..., 0])
 
 
 def quantize_fp8(
@@ -55,7 +148,7 @@ def quantize_fp8(
     x = jnp.asarray(x)
     block = checks.check_integer("quantize_fp8", "block", block, 1)
     _check_scale("quantize_fp8", scale)
-    if x.ndim < 1 or x.dtype not in _FLOATS:
+    if x.ndim < 1 or x.dtype not in FLOATS:
         raise TypeError(
             "jax_ep.quantize_fp8: x must be bfloat16, float16 or float32 [..., H], "
             f"found {x.dtype}{list(x.shape)}"
@@ -152,7 +245,7 @@ def dispatch_fp8(
     x = jnp.asarray(x)
     _check_scale("dispatch_fp8", scale)
     block = checks.check_integer("dispatch_fp8", "block", block, 1)
-    if x.ndim != 2 or x.dtype not in _FLOATS:
+    if x.ndim != 2 or x.dtype not in FLOATS:
         raise TypeError(
             "jax_ep.dispatch_fp8: x must be bfloat16, float16 or float32 [T, H], "
             f"found {x.dtype}{list(x.shape)}"
@@ -187,6 +280,34 @@ def _backward(block, scale, plan, cotangent):
 
 
 _straight_through.defvjp(_forward, _backward)
+
+
+def dispatch_permute(x: jax.Array, others: Any, plan: Plan) -> tuple[Fp8Rows, Any]:
+    """(permute(dispatch(x)) in FP8, dispatch(others)), as ops does in one launch."""
+    x = make_varying(x, varying(x) | varying(plan._routes))
+    pair = quantize_fp8(lax.stop_gradient(x))
+    (values, scales), received = ops._dispatch_permute(pair, others, plan)
+    return Fp8Rows(values, scales, _carrier(x, plan)), received
+
+
+@jax.custom_vjp
+def _carrier(x, plan):
+    """Zeros [S, H] whose cotangents go home to x."""
+    zeros = jnp.zeros((plan.expert_capacity, x.shape[1]), jnp.bfloat16)
+    return make_varying(zeros, varying(x))
+
+
+def _carrier_forward(x, plan):
+    return _carrier(x, plan), (jnp.zeros((0,), x.dtype), plan)
+
+
+def _carrier_backward(kept, cotangent):
+    like, plan = kept
+    home = ops.combine(ops.unpermute(cotangent, plan), plan)
+    return home.astype(like.dtype), None
+
+
+_carrier.defvjp(_carrier_forward, _carrier_backward)
 
 
 def _check_scale(op: str, scale: str) -> None:

@@ -246,7 +246,7 @@ def _down_vjp_abstract_eval(group_sizes, gate, up, w_down, ct, *, by_weights, **
 # Lowering: kernels where there are some for the rows and for glu -------------
 
 
-_NOT_ELEMENTWISE = "the activation is not made of elementwise operations that they know"
+NOT_ELEMENTWISE = "the activation is not made of elementwise operations that they know"
 
 
 def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
@@ -260,7 +260,7 @@ def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
     reason = product_kernels.why_none(ctx, only_last=has_batches)
     glu = glu_jaxpr(params["glu"], (64, 64), ctx.avals_in[1].dtype)
     if reason is None and not in_kernels(glu):
-        reason = _NOT_ELEMENTWISE
+        reason = NOT_ELEMENTWISE
     if reason is None:
         del params["precision"]
         kernel = functools.partial(kernel, product_kernels)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, gated_primitives, product_primitives
+from jax_ep import checks, fp8, fp8_primitives, gated_primitives, product_primitives
 
 _FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
@@ -103,10 +103,17 @@ def gated_mlp(
     g has the first group_sizes[g] of rows[g]. What stands behind those is not read,
     and the results there are 0. On GPUs only tiles that have rows are computed.
 
+    Or in FP8: rows are `Fp8Rows`, as `moe` with quantize="fp8" gives them, or (values
+    [M, H], scales [M, ceil(H / 128)]) as of `dispatch_fp8`, and the matrices are
+    `Fp8Weights`, or arrays that are quantised here, at every call. The products take
+    them as they are. Sums of 128 columns are scaled and added in float32, and hidden
+    values are quantised again before the second product, 128 columns a scale. The
+    result is bfloat16. There are no biases, and no batches.
+
     Args:
-      rows: [M, H] or [G, M, H], bfloat16, float16, float32 or float64.
+      rows: [M, H] or [G, M, H], bfloat16, float16, float32 or float64; or in FP8.
       group_sizes: int[G], see `ragged_dot`; of batches, at most M each.
-      w_gate: [G, H, I], of the dtype of rows, as all weights and biases.
+      w_gate: [G, H, I], of the dtype of rows, as all weights and biases; or in FP8.
       w_up: [G, H, I].
       w_down: [G, I, N].
       activation: applied to gate.
@@ -129,13 +136,27 @@ def gated_mlp(
       TypeError, ValueError: a bad argument, with the rule and what was found.
 
     Warns:
-      UserWarning: as `ragged_dot`.
+      UserWarning: as `ragged_dot`; in FP8 also where a GPU has no kernel for that.
 
     Derivative: of every kind and order. Reverse mode keeps rows, gate and up, and
     computes hidden values again; under jax.checkpoint it keeps rows alone and
-    computes gate and up again, at the cost of two more products beside nine.
+    computes gate and up again, at the cost of two more products beside nine. In FP8
+    reverse mode only, straight through: the gradient of the MLP in bfloat16 at the
+    dequantised rows, and at the matrices as they were given (`Fp8Weights`:
+    dequantised, and without a gradient of their own). It keeps rows in FP8, and
+    computes gate and up again.
     """
+    if isinstance(rows, fp8.Fp8Rows | tuple | list):
+        weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+        if not (b_gate is None and b_up is None and b_down is None):
+            raise ValueError("jax_ep.gated_mlp: there are no biases with rows in FP8")
+        return _fp8_mlp(rows, group_sizes, weights, activation, glu, group_alignment)
     rows = jnp.asarray(rows)
+    if any(isinstance(w, fp8.Fp8Weights) for w in (w_gate, w_up, w_down)):
+        raise TypeError(
+            "jax_ep.gated_mlp: matrices in FP8 multiply rows in FP8, found rows "
+            f"{_found(rows)}"
+        )
     num_groups = jnp.shape(w_gate)[0] if jnp.ndim(w_gate) else None
     if rows.ndim == 3:
         _check_array("gated_mlp", "rows", rows, "G, M, H", (num_groups, None, None))
@@ -180,6 +201,36 @@ def gated_mlp(
     dtype = product_primitives.wide(rows.dtype)
     bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
     return (output.astype(dtype) + bias).astype(rows.dtype)
+
+
+def _fp8_mlp(rows, group_sizes, weights, activation, glu, alignment) -> jax.Array:
+    """The MLPs of rows in FP8."""
+    rows = _checked_fp8_rows("gated_mlp", rows)
+    h, i = rows.values.shape[1], weights["w_down"].shape[-2]
+    groups, n = weights["w_gate"].shape[0], weights["w_down"].shape[-1]
+    weights = [
+        _checked_fp8_weights("gated_mlp", name, weights[name], letters, shape)
+        for name, letters, shape in (
+            ("w_gate", "G, H, I", (groups, h, i)),
+            ("w_up", "G, H, I", (groups, h, i)),
+            ("w_down", "G, I, N", (groups, i, n)),
+        )
+    ]
+    shape = (rows.values.shape[0], i)
+    glu, closed = _checked_glu("gated_mlp", activation, glu, shape, jnp.float32)
+    if not closed:
+        raise ValueError(
+            "jax_ep.gated_mlp: with rows in FP8 the activation must not close over "
+            "traced arrays; dequantise the rows and call gated_mlp without FP8"
+        )
+    return fp8_primitives.gated_mlp(
+        _checked_sizes("gated_mlp", group_sizes, groups),
+        rows,
+        weights,
+        glu=glu,
+        group_alignment=_checked_alignment("gated_mlp", alignment),
+        precision=default_precision(),
+    )
 
 
 def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
@@ -258,6 +309,47 @@ def _check_array(
             f"jax_ep.{op}: {name} must not be split over mesh axes, found {spec}; "
             "call it inside jax.shard_map, with what each device has"
         )
+
+
+def _checked_fp8_rows(op: str, rows: Any) -> fp8.Fp8Rows:
+    if not isinstance(rows, fp8.Fp8Rows):
+        if len(rows) != 2:
+            raise TypeError(
+                f"jax_ep.{op}: rows in FP8 must be (values, scales) or "
+                f"jax_ep.Fp8Rows, found {len(rows)} values"
+            )
+        rows = fp8.Fp8Rows(*map(jnp.asarray, rows))
+    values, scales = rows.values, rows.scales
+    if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
+        raise TypeError(
+            f"jax_ep.{op}: values of rows in FP8 must be float8_e4m3fn [M, H], found "
+            f"{_found(values)}"
+        )
+    wanted = (values.shape[0], -(-values.shape[1] // 128))
+    if scales.dtype != jnp.float32 or scales.shape != wanted:
+        raise ValueError(
+            f"jax_ep.{op}: scales of rows in FP8 must be float32 [M, ceil(H / 128)] = "
+            f"{list(wanted)}, found {_found(scales)}"
+        )
+    return rows
+
+
+def _checked_fp8_weights(
+    op: str, name: str, weights: Any, letters: str, shape: tuple[int, ...]
+) -> Any:
+    if not isinstance(weights, fp8.Fp8Weights):
+        weights = jnp.asarray(weights)
+        _check_array(op, name, weights, letters, shape)
+        return weights
+    *batch, k, n = shape
+    blocks = (*batch, -(-n // 128), -(-k // 128))
+    if weights.shape != shape or weights.scales.shape != blocks:
+        raise ValueError(
+            f"jax_ep.{op}: {name} in FP8 must be [{letters}] = {list(shape)} with "
+            f"scales {list(blocks)}, found {list(weights.shape)} with "
+            f"{list(weights.scales.shape)}"
+        )
+    return weights
 
 
 def _checked_sizes(op: str, group_sizes: jax.Array, num_groups: int) -> jax.Array:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import ops
+from jax_ep import fp8, ops
 from jax_ep.communicator import Communicator
 from jax_ep.plan import Plan
 from jax_ep.planning import make_plan
@@ -30,6 +30,7 @@ def moe(
     expert_alignment: int | None = None,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
+    quantize: Literal["fp8"] | None = None,
 ) -> Any:
     """A mixture-of-experts layer. Collective over `comm`'s axis.
 
@@ -69,6 +70,9 @@ def moe(
         fastest with. Where no expert row is dropped results do not depend on it.
       expert_capacity: S, see `make_plan`.
       node_capacity: see `make_plan`.
+      quantize: "fp8": x, one array [T, H], travels as `quantize_fp8` makes it, half
+        the bytes, and expert_fn gets `Fp8Rows`, which `gated_mlp` multiplies as they
+        are. What expert_fn returns comes home as it is, of `gated_mlp` bfloat16.
 
     Returns:
       [T, ...] for each array that expert_fn returned.
@@ -79,7 +83,8 @@ def moe(
 
     Derivative: that of the formula above, in x, topk_weights and whatever
     expert_fn closes over. Weights of choices that name no expert or that were
-    dropped get exactly 0.
+    dropped get exactly 0. With quantize straight through, as if x were not quantised,
+    and in reverse mode only: cotangents of expert rows travel in bfloat16.
     """
     plan = make_plan(
         topk_idx,
@@ -91,11 +96,16 @@ def moe(
         expert_capacity=expert_capacity,
         node_capacity=node_capacity,
     )
-    return moe_with_plan(x, topk_weights, expert_fn, plan)
+    return moe_with_plan(x, topk_weights, expert_fn, plan, quantize=quantize)
 
 
 def moe_with_plan(
-    x: Any, topk_weights: jax.Array, expert_fn: ExpertFn, plan: Plan
+    x: Any,
+    topk_weights: jax.Array,
+    expert_fn: ExpertFn,
+    plan: Plan,
+    *,
+    quantize: Literal["fp8"] | None = None,
 ) -> Any:
     """`moe` with a plan at hand, whose demand and overflow can be looked at.
 
@@ -104,6 +114,7 @@ def moe_with_plan(
       topk_weights: as for `moe`.
       expert_fn: as for `moe`.
       plan: from `make_plan`, inside the same shard_map.
+      quantize: as for `moe`.
 
     Returns:
       As `moe`.
@@ -114,12 +125,36 @@ def moe_with_plan(
     Derivative: as of `moe`; the plan has none.
     """
     topk_weights = jnp.asarray(topk_weights)
+    if quantize is not None:
+        x = _checked_tokens(x, quantize)
     if isinstance(plan, Plan):  # else dispatch says what is wrong
         ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
         ops._checked_leaves("dispatch", x, plan)  # before others travel beside it
-    rows, weights = ops._dispatch_permute(x, topk_weights, plan)
+    send = ops._dispatch_permute if quantize is None else fp8.dispatch_permute
+    rows, weights = send(x, topk_weights, plan)
     outputs = _call(expert_fn, rows, plan)
     return ops.combine(ops.unpermute(outputs, plan, weights), plan)
+
+
+def _checked_tokens(x: Any, quantize: str) -> jax.Array:
+    """What travels in FP8: one array [T, H]."""
+    if quantize != "fp8":
+        raise ValueError(
+            f"jax_ep.moe: quantize must be None or 'fp8', found {quantize!r}"
+        )
+    leaves = jax.tree.leaves(x)
+    if len(leaves) != 1 or not jax.tree_util.all_leaves([x]):
+        raise TypeError(
+            "jax_ep.moe: with quantize='fp8' x must be one array [T, H], found a tree "
+            f"of {len(leaves)} leaves"
+        )
+    x = jnp.asarray(x)
+    if x.ndim != 2 or x.dtype not in fp8.FLOATS:
+        raise TypeError(
+            "jax_ep.moe: with quantize='fp8' x must be bfloat16, float16 or float32 "
+            f"[T, H], found {x.dtype}{list(x.shape)}"
+        )
+    return x
 
 
 def _call(expert_fn: ExpertFn, rows: Any, plan: Plan) -> Any:

@@ -265,12 +265,13 @@ def _run(config, shapes, work, **smem):
 
     lax.cond(
         wg == 2,
-        lambda: _load(config, work, locate, count, **smem),
+        lambda: load(config, work, locate, count, **smem),
         lambda: _multiply(config, shapes, work, locate, count, wg, **smem),
     )
 
 
-def _after(slot, stages):
+def after(slot, stages):
+    """The slot that is filled next."""
     return lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
 
 
@@ -278,7 +279,7 @@ def _before(slot, stages):
     return lax.select(slot == 0, jnp.int32(stages - 1), slot - 1)
 
 
-def _load(config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, **_):
+def load(config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, **_):
     """The loading warpgroup: operands of all tiles, one after the other."""
     plgpu.set_max_registers(40, action="decrease")
     stages = config.stages
@@ -294,7 +295,7 @@ def _load(config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, **_):
             plgpu.copy_gmem_to_smem(lhs(at, step), lhs_smem.at[slot], arrived)
             for rhs, smem in zip(all_rhs, rhs_smem, strict=True):
                 plgpu.copy_gmem_to_smem(rhs(at, step), smem.at[slot], arrived)
-            return _after(slot, stages)
+            return after(slot, stages)
 
         steps = lax.div(work.steps(at), jnp.int32(len(work.terms)))
         for term in work.terms:
@@ -390,7 +391,7 @@ def _multiply_tile(
         def _():
             plgpu.barrier_arrive(empty.at[_before(slot, stages)])
 
-        return _after(slot, stages)
+        return after(slot, stages)
 
     def scoped(*accs):
         runs = [(shapes.rows, steps)]

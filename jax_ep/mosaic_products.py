@@ -283,7 +283,7 @@ def weights(
       out_dtype: of the result, 2 bytes wide; lhs.dtype if None.
       config: how to cut the product; chosen by its sizes if None.
     """
-    lhs, rhs = _padded(lhs), _padded(rhs)
+    lhs, rhs = padded(lhs), padded(rhs)
     (_, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
     config = config or Config(tile_m=min(128, k), tile_n=_best_width(n))
     tile_m, tile_n = config.tile_m, config.tile_n
@@ -364,7 +364,7 @@ def _piece(width):
     return 64, 64 if width % 64 == 0 else 32
 
 
-def _padded(rows):
+def padded(rows):
     """With as many rows as kernels take: a multiple of 8, and 64 at least."""
     *batch, m, columns = rows.shape
     more = max(ALIGNMENT, -(-m // 8) * 8) - m
@@ -427,8 +427,8 @@ def _row_products(
     alignment: None: lhs is [G, M, K], and group_sizes counts the rows of each.
     """
     *_, given, _ = pairs[0][0].shape
-    pairs = [(_padded(lhs), *all_rhs) for lhs, *all_rhs in pairs]
-    extras = [_padded(extra) for extra in extras]
+    pairs = [(padded(lhs), *all_rhs) for lhs, *all_rhs in pairs]
+    extras = [padded(extra) for extra in extras]
     *_, m, _ = pairs[0][0].shape
     groups, k, n = pairs[0][1].shape
     if transpose_rhs:
@@ -436,7 +436,7 @@ def _row_products(
     num_rhs = len(pairs[0]) - 1
     width = config.tile_n // num_rhs
     steps = pl.cdiv(k, _STEP) * len(pairs)
-    place = (_Packed if alignment else _Batches)(
+    place = (Packed if alignment else _Batches)(
         m, groups, pl.cdiv(n, width), config, steps, alignment, bool(biases)
     )
     operands, tree = jax.tree.flatten((list(pairs), list(extras), list(biases)))
@@ -505,7 +505,7 @@ def _row_products(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Packed:
+class Packed:
     """Tiles of rows [M, ...] whose groups stand one after the other."""
 
     m: int
@@ -518,22 +518,27 @@ class _Packed:
 
     @property
     def halves(self) -> bool:
+        """Whether a group's last tile may have half the rows."""
         return self.alignment % self.config.tile_m != 0
 
     @property
     def row_tiles(self) -> int:
+        """Tiles one above the other, at most."""
         # Half tiles: up to one for each group, and one behind the last.
         tile_m = self.config.tile_m
         return (self.m + self.halves * ALIGNMENT * self.groups + tile_m - 1) // tile_m
 
     def tables(self, group_sizes) -> tuple[jax.Array, ...]:
+        """What the kernel looks groups up in."""
         table = _tables(group_sizes, self.config.tile_m, self.alignment)
         return table, _groups_of_tiles(table, self.row_tiles)
 
     def rows(self, ref, at, row, count):
+        """`count` rows of a tile from its `row` on."""
         return ref.at[pl.ds(pl.multiple_of(at["row"] + row, ALIGNMENT), count)]
 
     def work(self, *tables) -> dict[str, Any]:
+        """Fields of `Work`: which tiles there are, and where."""
         table, groups_of_tiles = tables
         last, tile_m = self.groups - 1, self.config.tile_m
         good = table[2, last] == 0
@@ -569,7 +574,7 @@ class _Packed:
         }
 
 
-class _Batches(_Packed):
+class _Batches(Packed):
     """Tiles of rows [G, M, ...], of which each group has its first ones."""
 
     def tables(self, group_sizes) -> tuple[jax.Array, ...]:

@@ -1,8 +1,8 @@
 """What programs for GPUs call: kernels where there are some, and for which groups.
 
-Kernels want groups that start at multiples of 64 rows. Where a caller does not
-promise that, rows are copied to places that do, and results back: rows of up to 63
-more for each group, moved once more each way.
+Kernels want groups that start at multiples of 64 rows, in FP8 of 128. Where a caller
+does not promise that, rows are copied to places that do, and results back: rows of up
+to 63 or 127 more for each group, moved once more each way.
 
 Only lowering rules import this module: Pallas takes time to import.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jax_ep import mosaic_products
+from jax_ep import mosaic_fp8, mosaic_products
 from jax_ep.mosaic_kernel import ALIGNMENT, unsupported_reason
 from jax_ep.primitive_rules import group_of_rows
 
@@ -32,12 +32,21 @@ def why_none(ctx: mlir.LoweringRuleContext, *, only_last: bool = False) -> str |
     """
     arrays: list[Any] = [*ctx.avals_in[1:], *ctx.avals_out]
     return unsupported_reason(
-        # Without a device nobody knows, and Pallas takes it for Hopper, too.
-        compute_capability=getattr(_device(ctx), "compute_capability", "9.0"),
+        compute_capability=_compute_capability(ctx),
         dtypes=list(dict.fromkeys(a.dtype for a in arrays)),
         columns=sorted({n for a in arrays for n in a.shape[-1 if only_last else 1 :]}),
         group_alignment=ALIGNMENT,
     )
+
+
+def why_no_fp8(ctx: mlir.LoweringRuleContext, widths: Sequence[int]) -> str | None:
+    """The same of a gated MLP in FP8 with `widths` columns."""
+    return mosaic_fp8.unsupported_reason(_compute_capability(ctx), widths)
+
+
+def _compute_capability(ctx: mlir.LoweringRuleContext) -> str:
+    # Without a device nobody knows, and Pallas takes it for Hopper, too.
+    return getattr(_device(ctx), "compute_capability", "9.0")
 
 
 def _device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
@@ -168,24 +177,58 @@ def gated_down_vjp(
     return found
 
 
+def fp8_gated_mlp(
+    group_sizes: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    *matrices: jax.Array,
+    glu: Callable,
+    group_alignment: int,
+) -> list[jax.Array]:
+    """The MLP in FP8: [M, N] in bfloat16.
+
+    matrices: values and scales of w_gate, w_up and w_down, as quantised.
+    """
+    gate, up, down = zip(matrices[::2], matrices[1::2], strict=True)
+    groups = _Groups(group_sizes, len(values), group_alignment, mosaic_fp8.BLOCK)
+    options = {"group_alignment": groups.alignment}
+    hidden, hidden_scales = mosaic_fp8.gated(
+        groups.to(values),
+        groups.to(scales).T,
+        gate,
+        up,
+        groups.sizes,
+        combine=glu,
+        **options,
+    )
+    out = mosaic_fp8.rows(hidden, hidden_scales, down, groups.sizes, **options)
+    return [groups.back(out)]
+
+
 class _Groups:
     """Groups as kernels take them, and the way of rows there and back.
 
     Attributes:
       sizes: i32[G], multiples of alignment.
-      alignment: a multiple of ALIGNMENT.
+      alignment: a multiple of `wanted`.
     """
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int, alignment: int):
-        self._copies = alignment % ALIGNMENT != 0
+    def __init__(
+        self,
+        group_sizes: jax.Array,
+        num_rows: int,
+        alignment: int,
+        wanted: int = ALIGNMENT,
+    ):
+        self._copies = alignment % wanted != 0
         self.sizes = group_sizes
         self.alignment = alignment
         if not self._copies:
             return
-        self.alignment = ALIGNMENT
-        self.sizes = -(-group_sizes // ALIGNMENT) * ALIGNMENT
-        most = num_rows + min(num_rows, len(group_sizes)) * (ALIGNMENT - 1)
-        room = most // ALIGNMENT * ALIGNMENT
+        self.alignment = wanted
+        self.sizes = -(-group_sizes // wanted) * wanted
+        most = num_rows + min(num_rows, len(group_sizes)) * (wanted - 1)
+        room = most // wanted * wanted
         ends, room_ends = jnp.cumsum(group_sizes), jnp.cumsum(self.sizes)
         group, inside = group_of_rows(room_ends, room)
         before = (room_ends - self.sizes)[group]

@@ -35,7 +35,9 @@ ALIGNED = {
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROUNDING = {BFLOAT16: 2**-8, np.dtype(np.float16): 2**-11, np.dtype(np.float32): 1e-6}
-FALLS_BACK = "jax_ep.(ragged_dot: falling back|gated_mlp: multiplying whole)"
+FALLS_BACK = (
+    "jax_ep.(ragged_dot: falling back|gated_mlp: multiplying whole|gated_mlp: copying)"
+)
 # What the kernels are for: factors of 16 bits, and widths in steps of 64.
 KERNELS = harness.ON_GPU and jax.__version_info__ >= (0, 11)
 
