@@ -11,7 +11,7 @@ dispatch and permute one after the other against the one kernel for both. fp8:
 dispatch in FP8 against bfloat16, with and without quantising. products: grouped
 products and their gradients against dense ones. layers: forward, and forward +
 backward, of jax_ep.moe with gated experts by our products, in FP8 too, and those of
-others, of dense products and of rows copied, which bound them, of the same layer made of
+others, of dense products and of rows copied, which bound them, of the layer made of
 all_gather and psum_scatter, and of jax_ep.moe in plain JAX, with the temporary
 memory that XLA asks for. README.md in this folder says how time is taken.
 """

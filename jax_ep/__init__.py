@@ -5,10 +5,10 @@ from jax_ep.fp8 import (
     Fp8Rows,
     Fp8Weights,
     dequantize_fp8,
-    dispatch_fp8,
     quantize_fp8,
     quantize_weights,
 )
+from jax_ep.fp8_dispatch import dispatch_fp8
 from jax_ep.grouped_products import gated_mlp, ragged_dot
 from jax_ep.low_latency import (
     LowLatencyHandle,

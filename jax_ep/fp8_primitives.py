@@ -22,8 +22,13 @@ from jax.interpreters import batching
 
 from jax_ep import fp8, gated_primitives
 from jax_ep.gated_primitives import Glu
-from jax_ep.primitive_rules import define_everywhere, each_element, lower_plain
-from jax_ep.product_primitives import equally_varying, group_of_rows, result_aval
+from jax_ep.primitive_rules import (
+    define_everywhere,
+    each_element,
+    group_of_rows,
+    lower_plain,
+)
+from jax_ep.product_primitives import equally_varying, result_aval
 
 _BLOCK = 128
 _OUT = jnp.dtype(jnp.bfloat16)

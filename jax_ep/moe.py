@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import fp8, ops
+from jax_ep import fp8, fp8_dispatch, ops
 from jax_ep.communicator import Communicator
 from jax_ep.plan import Plan
 from jax_ep.planning import make_plan
@@ -130,7 +130,7 @@ def moe_with_plan(
     if isinstance(plan, Plan):  # else dispatch says what is wrong
         ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
         ops._checked_leaves("dispatch", x, plan)  # before others travel beside it
-    send = ops._dispatch_permute if quantize is None else fp8.dispatch_permute
+    send = ops._dispatch_permute if quantize is None else fp8_dispatch.dispatch_permute
     rows, weights = send(x, topk_weights, plan)
     outputs = _call(expert_fn, rows, plan)
     return ops.combine(ops.unpermute(outputs, plan, weights), plan)

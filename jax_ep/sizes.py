@@ -13,7 +13,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jax_ep.plan import Plan
-    from jax_ep.planning import PlanRequest
 
 
 class Defaults(tuple[str, ...]):
@@ -39,8 +38,12 @@ def row_bytes(leaf: Any) -> int:
 _LARGE = 1 << 30
 
 
-def num_rows(plan: Plan | PlanRequest) -> dict[str, int]:
-    """Rows of a leaf's buffers on each rank, by the argument that bounds them."""
+def num_rows(plan: Any) -> dict[str, int]:
+    """Rows of a leaf's buffers on each rank, by the argument that bounds them.
+
+    Args:
+      plan: a Plan, or what one is to be made of.
+    """
     rows = {"capacity": plan.capacity, "expert_capacity": plan.expert_capacity}
     others = plan.comm.num_nodes - 1
     if others:
@@ -80,7 +83,7 @@ def describe(plan: Plan, tree: Any) -> dict[str, Any]:
 
 
 def warn_of_defaults(
-    op: str, plan: Plan | PlanRequest, leaves: Sequence[jax.Array], *arguments: str
+    op: str, plan: Any, leaves: Sequence[jax.Array], *arguments: str
 ) -> None:
     """Warns where the default of one of `arguments` makes `op` allocate much."""
     for argument in arguments:
