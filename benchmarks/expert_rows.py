@@ -13,7 +13,7 @@ from timing import Chain, first, link
 from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
-from jax_ep import expert_primitives, xla_backend
+from jax_ep._operations import expert_primitives, xla_backend
 
 
 def table(run: Tables, comm: jax_ep.Communicator) -> None:

@@ -12,8 +12,8 @@ import jax
 from jax import lax
 
 import jax_ep
-from jax_ep.primitive_rules import define_everywhere
-from jax_ep.product_primitives import result_aval
+from jax_ep._operations.primitive_rules import define_everywhere
+from jax_ep._operations.product_primitives import result_aval
 
 OURS = "jax_ep.gated_mlp"
 # (rows [S, H], group_sizes, group_alignment, (w_gate, w_up, w_down)) -> [S, H].

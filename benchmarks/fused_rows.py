@@ -15,7 +15,7 @@ from timing import Chain, fence, first, link
 from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
-from jax_ep import fused_primitives
+from jax_ep._operations import fused_primitives
 
 
 def table(run: Tables, comm: jax_ep.Communicator) -> None:

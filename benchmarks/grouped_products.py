@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import mosaic_products as products
+from jax_ep._operations import mosaic_products as products
 
 TOP_K = 8
 SIZES = {"Qwen3-30B-A3B": (2048, 768, 64), "DeepSeek-V3": (7168, 2048, 32)}

@@ -26,7 +26,7 @@ def agreed(value: Any) -> Any:
     """Process 0's value (JSON); every process calls this in step."""
     if jax.process_count() == 1:
         return value
-    from jax_ep import bootstrap
+    from jax_ep._setup import bootstrap
 
     client = bootstrap.distributed_client()
     key = f"benchmark/{next(_values)}"
@@ -39,7 +39,7 @@ def together(step: Callable[[], _Result]) -> _Result:
     """`step()` in every process; raises in all of them if it raises in one."""
     if jax.process_count() == 1:
         return step()
-    from jax_ep import bootstrap
+    from jax_ep._setup import bootstrap
 
     client = bootstrap.distributed_client()
     key = f"benchmark/{next(_values)}"

@@ -36,8 +36,8 @@ from timing import AXIS, lower_chain
 from workloads import workload_a
 
 import jax_ep
-from jax_ep import gpu_memory
-from jax_ep.gpu_memory import call
+from jax_ep._setup import gpu_memory
+from jax_ep._setup.gpu_memory import call
 
 _METRICS = (
     "gpu__time_duration.sum",

@@ -1,24 +1,15 @@
 """Expert parallelism for JAX: native collectives and kernels for MoE layers."""
 
-from jax_ep.communicator import Communicator
-from jax_ep.fp8 import (
-    Fp8Rows,
-    Fp8Weights,
-    dequantize_fp8,
-    quantize_fp8,
-    quantize_weights,
-)
-from jax_ep.fp8_dispatch import dispatch_fp8
-from jax_ep.grouped_products import gated_mlp, ragged_dot
-from jax_ep.low_latency import (
+from jax_ep._api.fp8_dispatch import dispatch_fp8
+from jax_ep._api.grouped_products import gated_mlp, ragged_dot
+from jax_ep._api.low_latency import (
     LowLatencyHandle,
     low_latency_combine,
     low_latency_dispatch,
 )
-from jax_ep.low_latency_buffer import LowLatencyBuffer
-from jax_ep.moe import moe, moe_with_plan
-from jax_ep.ops import combine, dispatch, permute, plan_dispatch, unpermute
-from jax_ep.overlap import (
+from jax_ep._api.moe import moe, moe_with_plan
+from jax_ep._api.ops import combine, dispatch, permute, plan_dispatch, unpermute
+from jax_ep._api.overlap import (
     Flight,
     combine_done,
     combine_start,
@@ -26,8 +17,17 @@ from jax_ep.overlap import (
     dispatch_start,
     overlap,
 )
-from jax_ep.plan import Plan
-from jax_ep.planning import make_plan
+from jax_ep._api.planning import make_plan
+from jax_ep._data.plan import Plan
+from jax_ep._operations.fp8 import (
+    Fp8Rows,
+    Fp8Weights,
+    dequantize_fp8,
+    quantize_fp8,
+    quantize_weights,
+)
+from jax_ep._setup.communicator import Communicator
+from jax_ep._setup.low_latency_buffer import LowLatencyBuffer
 
 __version__ = "0.1.0"
 

@@ -25,7 +25,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap, fabric, gpu_memory, links, native, nvml, reach
+from jax_ep._data import native
+from jax_ep._setup import bootstrap, fabric, gpu_memory, links, nvml, reach
 
 # What one rank sends in one step of the measurement, and steps in one program.
 _TOKENS, _ROW_FLOATS, _STEPS = 2048, 1024, 8

@@ -12,7 +12,7 @@ import fake_service
 import jax
 import pytest
 
-from jax_ep import bootstrap
+from jax_ep._setup import bootstrap
 
 _numbers = itertools.count(10_000)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jax_ep import native
+from jax_ep._data import native
 
 _host = native.host()
 PLAN, ROWS, FLIGHT, NONE = (

@@ -23,7 +23,8 @@ import pytest
 from jax import lax
 
 import jax_ep
-from jax_ep import fused_primitives, ops
+from jax_ep._api import ops
+from jax_ep._operations import fused_primitives
 
 RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]

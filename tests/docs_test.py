@@ -115,7 +115,7 @@ def _errors():
 def python_messages():
     """What the package raises or warns of, {pattern: where}."""
     found = {}
-    for path in sorted((ROOT / "jax_ep").glob("*.py")):
+    for path in sorted((ROOT / "jax_ep").rglob("*.py")):
         tree = ast.parse(path.read_text())
         # Names that hold a message's beginning, such as where = "jax_ep.plan".
         known = {

@@ -7,7 +7,9 @@ import jax
 import pytest
 from fake_gpus import Nvml
 
-from jax_ep import doctor, fabric, gpu_memory, native, nvml
+from jax_ep import doctor
+from jax_ep._data import native
+from jax_ep._setup import fabric, gpu_memory, nvml
 
 
 class Names:

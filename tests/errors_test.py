@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from processes import run_script
 
 import jax_ep
-from jax_ep import native
+from jax_ep._data import native
 
 MODULE = {"cuda": "_cuda", "cpu": "_host"}[NATIVE]
 

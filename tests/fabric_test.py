@@ -7,7 +7,7 @@ import types
 import fake_gpus as fakes
 import pytest
 
-from jax_ep import fabric, gpu_memory
+from jax_ep._setup import fabric, gpu_memory
 
 NAME = bytes(range(16))
 

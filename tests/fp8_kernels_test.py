@@ -28,7 +28,7 @@ def interpreted(function, *arrays):
     """function(mosaic_fp8, product_kernels, ...) in Pallas' interpreter."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from jax_ep import mosaic_fp8, product_kernels
+    from jax_ep._operations import mosaic_fp8, product_kernels
 
     with (
         mosaic_gpu.force_gpu_interpret_mode(),
@@ -233,7 +233,7 @@ def test_no_warning_where_there_is_no_gpu():
 
 @needs_kernels
 def test_other_compute_capabilities():
-    from jax_ep.mosaic_fp8 import unsupported_reason
+    from jax_ep._operations.mosaic_fp8 import unsupported_reason
 
     assert unsupported_reason("9.0", (128, 2048)) is None
     assert "10.0" in (unsupported_reason("10.0", (128,)) or "")

@@ -8,7 +8,7 @@ IMEX channel that this user may open: /dev/nvidia-caps-imex-channels/channel0, m
 import launch
 import pytest
 
-from jax_ep import fabric, gpu_memory
+from jax_ep._setup import fabric, gpu_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -33,7 +33,9 @@ from process_program import (
 )
 
 import jax_ep
-from jax_ep import bootstrap, fabric, gpu_memory, primitives
+from jax_ep._operations import primitives
+from jax_ep._setup import bootstrap, fabric, gpu_memory
+from jax_ep._setup import communicator as set_up
 
 TOKENS = 16
 # Of every communicator, in place of its own number.
@@ -185,7 +187,7 @@ def silent_low_latency(*, op, layout, tokens=40, hidden=1024):
 
 def late_process():
     """The last process comes 4 s late to a plan, its dispatch and combine."""
-    jax_ep.communicator._WARN_AFTER_S = 1.5
+    set_up._WARN_AFTER_S = 1.5
     comm = communicator(timeout_s=60.0)
     ids, x = inputs(comm)
     step = compile_together(comm, there_and_back_body(comm), ids, x)

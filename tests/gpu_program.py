@@ -37,7 +37,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import native
+from jax_ep._data import native
 
 SPEC = P("ep")
 # Printed when an error has reached the program.

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import bootstrap
+from jax_ep._setup import bootstrap
 
 ON_GPU = jax.default_backend() == "gpu"
 # process_suite.py runs these tests in several processes, all in step; each of

@@ -16,7 +16,7 @@ import pytest
 from processes import run_script
 
 import jax_ep
-from jax_ep import native
+from jax_ep._data import native
 
 LOADED = """
     import sys
@@ -161,8 +161,10 @@ class TestShadowed:
         checkout, site = tmp_path / "checkout", tmp_path / "site"
         for folder in (checkout, site):
             (folder / "jax_ep").mkdir(parents=True)
-            for path in sources.glob("*.py"):
-                shutil.copy(path, folder / "jax_ep")
+            for path in sources.rglob("*.py"):
+                copy = folder / "jax_ep" / path.relative_to(sources)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
         shutil.copy(module, site / "jax_ep")
         assert self.run(site) == "cpu"
         assert self.run(checkout, site) == (

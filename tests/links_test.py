@@ -16,8 +16,8 @@ import threading
 import fake_service
 import pytest
 
-from jax_ep import bootstrap, links
-from jax_ep.links import Links
+from jax_ep._setup import bootstrap, links
+from jax_ep._setup.links import Links
 
 _numbers = itertools.count(20_000)
 

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 import jax_ep
-from jax_ep import gpu_memory
+from jax_ep._setup import gpu_memory
 
 KINDS = ("dispatch", "combine")
 # 32-bit words of the header, and in it of the state of each kind of operation, which

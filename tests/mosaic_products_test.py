@@ -17,7 +17,7 @@ import product_oracle as oracle
 import pytest
 from product_cases import draw
 
-from jax_ep import inlining
+from jax_ep._operations import inlining
 
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="kernels are for jax 0.11 and newer"
@@ -33,7 +33,7 @@ def interpreted(function, *arrays):
     """function(mosaic_products, ...) on three blocks."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from jax_ep import mosaic_kernel, mosaic_products
+    from jax_ep._operations import mosaic_kernel, mosaic_products
 
     with (
         mosaic_gpu.force_gpu_interpret_mode(),
@@ -61,7 +61,7 @@ class TestTiles:
 
     @pytest.mark.parametrize("alternate", (True, False))
     def test_half_tiles(self, alternate):
-        from jax_ep.mosaic_kernel import Config
+        from jax_ep._operations.mosaic_kernel import Config
 
         rows, rhs = self.arrays()
         found = interpreted(
@@ -161,7 +161,7 @@ class TestInlined:
 )
 @needs_kernels
 def test_why_a_product_has_no_kernel(change, part):
-    from jax_ep.mosaic_kernel import unsupported_reason
+    from jax_ep._operations.mosaic_kernel import unsupported_reason
 
     served = {
         "compute_capability": "9.0",

@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import node_primitives, node_wire
-from jax_ep.bootstrap import CannotWork
+from jax_ep._operations import node_primitives
+from jax_ep._setup import node_wire
+from jax_ep._setup.bootstrap import CannotWork
 
 pytestmark = pytest.mark.skipif(
     harness.ON_GPU or harness.PROCESSES > 1, reason="virtual CPU devices stand in"

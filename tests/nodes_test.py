@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from processes import run_script
 
 import jax_ep
-from jax_ep import topology
+from jax_ep._setup import topology
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,7 +13,8 @@ from fake_gpus import CommunicatorArguments, Place
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import native, reach
+from jax_ep._data import native
+from jax_ep._setup import reach
 
 CANNOT = "jax_ep.Communicator: backend 'cuda' cannot work here: "
 FALLS_BACK = "jax_ep.Communicator: falling back to backend 'xla', which is slow: "

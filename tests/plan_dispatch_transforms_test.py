@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import jax_ep
-from jax_ep import plan_dispatch_primitives
+from jax_ep._operations import plan_dispatch_primitives
 
 RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]

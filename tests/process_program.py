@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import (
+from jax_ep._setup import (
     backends,
     bootstrap,
     fabric,
@@ -36,7 +36,7 @@ from jax_ep import (
     reach,
     window_memory,
 )
-from jax_ep.held import Memory
+from jax_ep._setup.held import Memory
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24
@@ -654,7 +654,7 @@ def forked():
         child = os.fork()
     if child == 0:
         try:
-            from jax_ep import checks
+            from jax_ep._data import checks
 
             checks.check_open(comm, "dispatch")
         except RuntimeError as error:

@@ -28,7 +28,7 @@ def interpreted(function, *arrays):
     """function(product_kernels, ...) by Pallas' interpreter, on two blocks."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from jax_ep import mosaic_kernel, product_kernels
+    from jax_ep._operations import mosaic_kernel, product_kernels
 
     with (
         mosaic_gpu.force_gpu_interpret_mode(),

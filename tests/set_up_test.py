@@ -24,7 +24,8 @@ import shared_gpu_memory_test as gpus
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import backends, bootstrap, fabric, gpu_memory, native, nvml
+from jax_ep._data import native
+from jax_ep._setup import backends, bootstrap, fabric, gpu_memory, nvml
 
 _here = threading.local()
 

@@ -32,17 +32,10 @@ from fake_gpus import (
     fabric_files,
 )
 
-from jax_ep import (
-    bootstrap,
-    gpu_memory,
-    native,
-    nvml,
-    peer_memory,
-    reach,
-    window_memory,
-)
-from jax_ep.held import Memory
-from jax_ep.links import Links
+from jax_ep._data import native
+from jax_ep._setup import bootstrap, gpu_memory, nvml, peer_memory, reach, window_memory
+from jax_ep._setup.held import Memory
+from jax_ep._setup.links import Links
 
 CONTROL, STAGING = 1000, 4096
 _here = threading.local()

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import sizes
+from jax_ep._data import sizes
 
 RANKS, TOKENS, TOP_K, HIDDEN = harness.most_ranks(), 4096, 8, 7168
 EXPERTS = 4 * RANKS

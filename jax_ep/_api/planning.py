@@ -1,0 +1,322 @@
+"""make_plan: its arguments, checked, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._data import checks
+from jax_ep._data.checks import MAX_TOP_K
+from jax_ep._data.plan import Plan
+from jax_ep._data.sizes import Defaults
+from jax_ep._operations import node_plan, primitives, product_primitives
+from jax_ep._setup.communicator import Communicator
+
+
+def make_plan(
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    expert_alignment: int | None = 1,
+    expert_capacity: int | None = None,
+    node_capacity: int | None = None,
+) -> Plan:
+    """Decides who sends which row where. Collective over `comm`'s axis.
+
+    Expert e lives on rank e // ceil(num_experts / R). A token sends one row to
+    each rank that owns at least one of its experts. A receiver orders its rows
+    by (source rank, token), so the plan is a pure function of the inputs.
+
+    The capacities are the sizes of buffers: on each rank a leaf of b bytes a row
+    takes C * b bytes when it is dispatched and S * b when it is permuted. The
+    defaults have room for the worst case, all rows on one rank: with R = 64,
+    T = 4096, K = 8 and 7168 columns of bfloat16 (b = 14336) C * b is 3.8 GB and
+    S * b is 30 GB; capacity_factor=1.25 makes both 0.6 GB. `Plan.describe` tells
+    them, and a default that makes a buffer of more than 1 GiB warns once.
+
+    Args:
+      topk_idx: int[T, K], the experts of each token (any integer dtype). An id
+        outside [0, num_experts), -1 above all, means "no expert". Duplicate
+        ids in one token are legal: one row travels, each k counts.
+      comm: the communicator, over whose mesh the surrounding shard_map runs.
+      num_experts: E >= 1; need not divide by R (the last ranks own fewer).
+      capacity: C >= 1, rows of the receive buffer. Default R * T: nothing can
+        be dropped, b * R * T bytes for a leaf of b bytes a row. Rows past C, in
+        (source rank, token) order, are dropped at the sender: they contribute 0
+        forward and backward, and `num_demand` and `overflow` tell.
+      capacity_factor: chooses both capacities where they are None, as a
+        multiple of the (token, k) pairs of a rank when all experts are equally
+        busy: capacity = factor * pairs, at most R * T, and expert_capacity =
+        factor * pairs plus the pads. 1 is enough for perfect balance.
+      expert_alignment: group_sizes is rounded up to a multiple of it. None: what
+        `ragged_dot` and `gated_mlp` want of groups, 128 on GPUs and 1 elsewhere;
+        1 with an expert_capacity that is no multiple of that.
+      expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
+        `permute` makes. Default: the worst case, min(C, R * T) * K and the
+        pads, where nothing can be dropped: K times the bytes of the receive
+        buffer and more. Expert rows past S are dropped: they contribute 0 forward
+        and backward, and `expert_demand` and `expert_overflow` tell.
+      node_capacity: >= 1, rows that a rank can send to one other node; buffers
+        between nodes are so large, and so much travels, whatever is in it.
+        Default T: nothing can be dropped. Rows past it, in the order of tokens,
+        are dropped at the sender: they contribute 0 forward and backward, and
+        `node_demand` and `node_overflow` tell. Without effect on one node.
+
+    Returns:
+      A `Plan`. Integers only: it has no derivative.
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the communicator is closed.
+    """
+    return check_request(
+        topk_idx,
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
+        node_capacity=node_capacity,
+    ).make()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """A plan that is still to be made: the arguments of `make_plan`, checked.
+
+    Attributes:
+      ids: i32[T, K].
+      worst_case: the expert rows that there can be at most, pads included.
+      defaults: as in Plan.
+      others: as in Plan.
+    """
+
+    ids: jax.Array
+    comm: Communicator
+    num_experts: int
+    capacity: int
+    expert_alignment: int
+    expert_capacity: int
+    worst_case: int
+    node_capacity: int
+    defaults: Defaults
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.ids.shape[0]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Parameters of the primitives that make plans."""
+        return {
+            "comm": self.comm,
+            "num_experts": self.num_experts,
+            "capacity": self.capacity,
+            "expert_alignment": self.expert_alignment,
+        }
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether ranks ask those of other nodes.
+
+        T is the same on all ranks; where it is 0 nobody has to ask.
+        """
+        return self.comm.num_nodes > 1 and self.num_tokens > 0
+
+    def make(self) -> Plan:
+        """Asks the other ranks."""
+        if self.between_nodes:
+            arrays, crossing = node_plan.plan(
+                self.ids, **self.sizes, node_capacity=self.node_capacity
+            )
+            return self._plan(arrays, crossing)
+        return self.inside_a_node(primitives.plan(self.ids, **self.sizes))
+
+    def inside_a_node(self, arrays: dict[str, jax.Array]) -> Plan:
+        """The plan that consists of `arrays`, as primitives.plan returns them."""
+        nodes = {
+            "node_demand": jnp.zeros_like(arrays["num_recv"]),
+            "node_overflow": jnp.zeros_like(arrays["overflow"]),
+        }
+        return self._plan(arrays | nodes, None)
+
+    def _plan(self, arrays, crossing) -> Plan:
+        # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
+        ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
+        if self.expert_capacity < self.worst_case:
+            fitting = jnp.minimum(ends, self.expert_capacity)
+            arrays = arrays | {"group_sizes": jnp.diff(fitting, prepend=0)}
+        return Plan(
+            **arrays,
+            **self.sizes,
+            _crossing=crossing,
+            expert_demand=ends[-1],
+            expert_overflow=ends[-1] > self.expert_capacity,
+            num_tokens=self.num_tokens,
+            top_k=self.ids.shape[1],
+            expert_capacity=self.expert_capacity,
+            node_capacity=self.node_capacity,
+            defaults=self.defaults,
+        )
+
+
+def check_request(
+    topk_idx: jax.Array,
+    *,
+    comm: Communicator,
+    num_experts: int,
+    capacity: int | None,
+    capacity_factor: float | None,
+    expert_alignment: int | None,
+    expert_capacity: int | None,
+    node_capacity: int | None,
+) -> PlanRequest:
+    """Checks the arguments of `make_plan` and fills in what follows from others."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            "jax_ep.make_plan: comm must be a jax_ep.Communicator, found "
+            f"{type(comm).__name__}"
+        )
+    checks.check_open(comm, "make_plan")
+    checks.check_inside_shard_map(comm, "make_plan")
+    topk_idx = jnp.asarray(topk_idx)
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            "jax_ep.make_plan: topk_idx must have an integer dtype, found "
+            f"{topk_idx.dtype}"
+        )
+    if topk_idx.ndim != 2 or not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
+        raise ValueError(
+            f"jax_ep.make_plan: topk_idx must be [T, K] with 1 <= K <= {MAX_TOP_K}, "
+            f"found shape {topk_idx.shape}"
+        )
+    num_tokens, top_k = topk_idx.shape
+    num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    if expert_alignment is None:
+        expert_alignment = _best_alignment(comm, expert_capacity)
+    expert_alignment = checks.check_small_integer(
+        "make_plan", "expert_alignment", expert_alignment
+    )
+    defaults = _defaults(
+        comm, capacity_factor, capacity, expert_capacity, node_capacity
+    )
+    pairs = _balanced_pairs(
+        capacity_factor, comm.num_ranks * num_tokens * top_k, comm, num_experts
+    )
+    if capacity is None:
+        capacity = max(1, min(comm.num_ranks * num_tokens, pairs))
+    capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
+    # Slots and token ids are int32; no real buffer comes near.
+    if max(capacity, comm.num_ranks * num_tokens) > checks.INT32_MAX:
+        raise ValueError(
+            "jax_ep.make_plan: capacity and R * T must be below 2**31, found "
+            f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
+        )
+    local_experts = -(-num_experts // comm.num_ranks)
+    most = min(capacity, max(1, comm.num_ranks * num_tokens)) * top_k
+    worst_case = _padded(most, local_experts, expert_alignment)
+    if expert_capacity is None:
+        fitting = most if capacity_factor is None else max(1, min(most, pairs))
+        expert_capacity = _padded(fitting, local_experts, expert_alignment)
+    expert_capacity = checks.check_integer(
+        "make_plan", "expert_capacity", expert_capacity, 1
+    )
+    if expert_capacity % expert_alignment:
+        raise ValueError(
+            "jax_ep.make_plan: expert_capacity must be a multiple of "
+            f"expert_alignment {expert_alignment}, found {expert_capacity}"
+        )
+    node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
+    node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
+    return PlanRequest(
+        ids=as_int32(topk_idx, num_experts),
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        expert_capacity=expert_capacity,
+        worst_case=worst_case,
+        node_capacity=min(node_capacity, max(1, num_tokens)),
+        defaults=defaults,
+    )
+
+
+def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
+    """What products want of groups, where S lets them have it."""
+    checks.check_static("make_plan", "expert_capacity", expert_capacity)
+    best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
+    if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
+        return 1
+    return best
+
+
+def _defaults(
+    comm: Communicator,
+    factor: float | None,
+    capacity: int | None,
+    expert_capacity: int | None,
+    node_capacity: int | None,
+) -> Defaults:
+    """Which of the capacities nobody chose."""
+    given = {}
+    if factor is None:
+        given |= {"capacity": capacity, "expert_capacity": expert_capacity}
+    if comm.num_nodes > 1:
+        given["node_capacity"] = node_capacity
+    return Defaults(name for name, size in given.items() if size is None)
+
+
+def _balanced_pairs(
+    factor: float | None, num_pairs: int, comm: Communicator, num_experts: int
+) -> int:
+    """`factor` times a rank's share of all (token, k) pairs; all if None."""
+    if factor is None:
+        return num_pairs
+    checks.check_static("make_plan", "capacity_factor", factor)
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+        raise TypeError(
+            "jax_ep.make_plan: capacity_factor must be a Python number or None, "
+            f"found {type(factor).__name__}"
+        )
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            "jax_ep.make_plan: capacity_factor must be finite and above 0, found "
+            f"{factor}"
+        )
+    # A rank owns at most so many of all experts.
+    share = -(-num_experts // comm.num_ranks) / num_experts
+    return min(num_pairs, math.ceil(float(factor) * num_pairs * share))
+
+
+def _padded(num_pairs: int, local_experts: int, alignment: int) -> int:
+    """Rows that hold so many pairs however they fall on the experts.
+
+    Only groups that have a pair have pads, and groups are whole multiples.
+    """
+    pads = min(local_experts, num_pairs) * (alignment - 1)
+    return (num_pairs + pads) // alignment * alignment
+
+
+def as_int32(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """Narrows ids to int32 without letting a wide or unsigned id wrap."""
+    if topk_idx.dtype == jnp.int32:
+        return topk_idx
+    info = jnp.iinfo(topk_idx.dtype)
+    if jnp.iinfo(jnp.int32).min <= info.min and info.max <= jnp.iinfo(jnp.int32).max:
+        return topk_idx.astype(jnp.int32)
+    # Compared in the wide type: 2**32 - 1 must not come out as expert -1.
+    limit = min(num_experts, info.max)
+    inside = (topk_idx >= 0) & (topk_idx < limit)
+    return jnp.where(inside, topk_idx, 0).astype(jnp.int32) - jnp.where(
+        inside, 0, 1
+    ).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""What all rooms need: arguments, sizes, plans, ranks. Imports nothing above it."""

@@ -1,0 +1,121 @@
+"""What every operation asks of its surroundings, checked while JAX traces."""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+if TYPE_CHECKING:
+    from jax_ep._data.ranks import Ranks
+
+
+def check_open(comm: Ranks, op: str) -> None:
+    """Raises RuntimeError where `comm` was closed, or set up before a fork."""
+    if comm._pid != os.getpid():
+        raise RuntimeError(
+            f"jax_ep.{op}: the communicator was set up before this process was "
+            "forked, and neither it nor JAX works in the child; start processes "
+            "with the method 'spawn'"
+        )
+    if comm.closed:
+        raise RuntimeError(
+            f"jax_ep.{op}: the communicator is closed; create a new one "
+            "(executables compiled before close() keep working)"
+        )
+
+
+def check_inside_shard_map(comm: Ranks, op: str) -> None:
+    """Raises ValueError unless tracing inside shard_map over comm's mesh.
+
+    Every axis has to be manual: around a call that leaves an axis to the
+    compiler XLA gathers the operands without a word.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    wanted = dict(comm.mesh.shape)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not any(t == AxisType.Manual for t in types.values()):
+        raise ValueError(
+            f"jax_ep.{op}: call it inside jax.shard_map over the "
+            f"communicator's mesh {wanted}; found no manual mesh axis here"
+        )
+    found = dict(mesh.shape)
+    # In order: with the axes swapped, ranks would be other devices.
+    if list(found.items()) != list(wanted.items()):
+        raise ValueError(
+            f"jax_ep.{op}: the surrounding shard_map must use the "
+            f"communicator's mesh {wanted}, found {found}"
+        )
+    automatic = [a for a, t in types.items() if t == AxisType.Auto]
+    if automatic:
+        raise ValueError(
+            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
+            f"shard_map, found {automatic} left to the compiler; leave out "
+            "axis_names= or name all axes"
+        )
+    explicit = [a for a, t in types.items() if t == AxisType.Explicit]
+    if explicit:
+        # JAX's vmap takes them out of shard_map's default for axis_names.
+        raise ValueError(
+            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
+            f"shard_map, found Explicit {explicit} left out. jax.vmap over a batch "
+            "that is split over an Explicit axis leaves it out: call jax.vmap inside "
+            "shard_map, whose specs then name the axis for the batch, or make the "
+            f"axis Auto and call jax.vmap(..., spmd_axis_name={explicit[0]!r}). "
+            "Without vmap, leave out axis_names= or name all axes"
+        )
+
+
+# Rows and slots are numbered by int32.
+# kMaxTopK in cc/layout.h.
+MAX_TOP_K = 32
+INT32_MAX = 2**31 - 1
+# What the plan's kernel divides by multiplication; far above real models.
+_MAXIMUM = 2**16
+
+
+def as_integer(value: Any) -> int | None:
+    """`value` as int: Python's, NumPy's, and arrays of one; None for others."""
+    if isinstance(value, (bool, np.bool_, jax.core.Tracer)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_static(op: str, name: str, value: Any) -> None:
+    """Raises TypeError where `value` is known only when the program runs."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"jax_ep.{op}: {name} is static, found a traced "
+            f"{value.dtype}{list(value.shape)}; give a number that is known while JAX "
+            "traces: one that the function closes over, or an argument that "
+            "jax.jit(..., static_argnames=...) names"
+        )
+
+
+def check_integer(op: str, name: str, value: Any, minimum: int) -> int:
+    """Returns `value` as int, or raises where it is no integer >= minimum."""
+    check_static(op, name, value)
+    result = as_integer(value)
+    if result is None:
+        raise TypeError(
+            f"jax_ep.{op}: {name} must be a Python integer, found "
+            f"{type(value).__name__}"
+        )
+    if result < minimum:
+        raise ValueError(f"jax_ep.{op}: {name} must be >= {minimum}, found {result}")
+    return result
+
+
+def check_small_integer(op: str, name: str, value: Any) -> int:
+    """Like check_integer with a minimum of 1, and at most 2**16."""
+    result = check_integer(op, name, value, 1)
+    if result > _MAXIMUM:
+        raise ValueError(f"jax_ep.{op}: {name} must be <= {_MAXIMUM}, found {result}")
+    return result

@@ -1,0 +1,1 @@
+"""Primitives, their rules and references, and the kernels of products."""

@@ -1,0 +1,1 @@
+"""Set-up of a communicator: processes, sockets, memory of peers, backends."""
