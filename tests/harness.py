@@ -93,6 +93,27 @@ def _combinations(table):
 on_each_combination = pytest.mark.parametrize(
     ("backend", "case", "ranks"), list(_combinations(cases.CASES))
 )
+
+
+def _combinations_of_one_launch(table):
+    """All where it is one launch; a fourth where it is lowered to its two steps."""
+    for number, case in enumerate(table):
+        for backend in BACKENDS:
+            if backend == "cuda":
+                counts = RANKS
+            else:
+                counts = [few_ranks()] if number % 4 == 0 else []
+            for ranks in counts:
+                yield pytest.param(backend, case, ranks, id=f"{backend}-{case}-{ranks}")
+
+
+on_each_combination_of_one_launch = pytest.mark.parametrize(
+    ("backend", "case", "ranks"), list(_combinations_of_one_launch(cases.CASES))
+)
+on_each_combination_of_one_launch_of_rows = pytest.mark.parametrize(
+    ("backend", "case", "ranks"),
+    list(_combinations_of_one_launch(cases.CASES + cases.MANY_EXPERTS)),
+)
 # For what does not group rows by expert.
 on_each_combination_of_rows = pytest.mark.parametrize(
     ("backend", "case", "ranks"),
