@@ -95,3 +95,16 @@ def test_one_version_everywhere():
     for name in ("MODULE.bazel", "BUILD.bazel"):
         found = re.findall(r'^    version = "(.*)",$', (ROOT / name).read_text(), re.M)
         assert found == [version], name
+
+
+def test_no_test_module_imports_another():
+    """What several share is in modules that are no tests."""
+    for path in sorted((ROOT / "tests").glob("*_test.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            tests = [n for n in names if (ROOT / f"tests/{n}.py").exists()]
+            assert not any(name.endswith("_test") for name in tests), (path, tests)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import layers
 import ml_dtypes
-import moe_test
+import moe_layers
 import numpy as np
 import oracle
 import payloads
@@ -411,12 +411,12 @@ def test_dtypes_without_a_gradient(backend, fused):
 
 @pytest.fixture
 def fused_layers(fused):
-    """moe_test's programs are kept; those with the primitive are others."""
+    """moe_layers' programs are kept; those with the primitive are others."""
     del fused
-    moe_test.program.cache_clear()
+    moe_layers.program.cache_clear()
     with jax.default_matmul_precision("highest"):  # as in moe_test
         yield
-    moe_test.program.cache_clear()
+    moe_layers.program.cache_clear()
 
 
 MOE_CASES = (
@@ -432,7 +432,7 @@ def test_moe(case, fused_layers):
     """Outputs and all gradients of the layer, against the dense one."""
     del fused_layers
     routing = case.routing(RANKS)
-    moe_test.assert_layer(
+    moe_layers.assert_layer(
         NATIVE, routing.topk_idx, routing.num_experts, routing.capacity, 8
     )
 

@@ -361,3 +361,38 @@ class Nvml:
         assert self.open > 0
         lacking = {2: self.without_nvlink, 3: self.without_atomics}[asked]
         return 5 if {(one, other), (other, one)} & lacking else 0
+
+
+CONTROL, STAGING = 1000, 4096
+
+
+class Module:
+    """One process's jax_ep._cuda."""
+
+    max_regions = 8
+    Place, CommunicatorArguments = Place, CommunicatorArguments
+
+    def __init__(self):
+        self.problem = ""
+        self.default_sms = 24
+        self.created = None
+        self.released = []
+
+    def self_test(self, ordinal):
+        return self.problem
+
+    def control_bytes(self, num_ranks):
+        return CONTROL
+
+    def staging_size(self, staging_bytes, num_channels, num_ranks):
+        least = 1024 * num_channels
+        return STAGING if staging_bytes >= least else 0, least
+
+    def num_sms(self, ordinal, asked_for):
+        return asked_for or self.default_sms
+
+    def create_communicator(self, identity, arguments):
+        self.created = arguments
+
+    def release_communicator(self, identity):
+        self.released.append(identity)

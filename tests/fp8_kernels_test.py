@@ -12,8 +12,7 @@ import numpy as np
 import product_oracle as oracle
 import pytest
 from fp8_test import dequantized
-from product_cases import draw
-from product_kernels_test import like, lowered, needs_kernels
+from product_cases import draw, like, lowered, needs_kernels
 
 import jax_ep
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import payloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,3 +112,28 @@ def oracle(topk_idx: np.ndarray, experts: int, max_tokens: int) -> Oracle:
                 counts[rank, expert] += 1
             places[rank, source, token, k] = mine[expert]
     return Oracle(topk_idx, experts, max_tokens, local.astype(np.int32), counts, places)
+
+
+def used_rows(right, layout):
+    """bool, the received rows that something came to."""
+    ones = np.ones(right.ids.shape[:2], bool)
+    return right.dispatch(ones, layout, False)
+
+
+def numbers_of(right, layout, hidden, dtype):
+    """y: numbers in the rows that something came to, NaN in the others."""
+    used = used_rows(right, layout)
+    y = payloads.numbers((*used.shape, hidden), dtype)
+    y[~used] = np.nan
+    return y
+
+
+def assert_who(who, right, layout, weights=None):
+    if layout == "expert":
+        np.testing.assert_array_equal(who, right.counts)
+        return
+    if weights is not None:
+        who, theirs = who
+        want = np.where(right.local >= 0, weights[None], 0).astype(np.float32)
+        np.testing.assert_array_equal(theirs, right.in_slots(want, 0))
+    np.testing.assert_array_equal(who, right.in_slots(right.local, -1))

@@ -57,23 +57,9 @@ def pair_program(over, layout, weighted=False, quantize=None):
     return harness.Program(body, over.comm)
 
 
-def used_rows(right, layout):
-    """bool, the received rows that something came to."""
-    ones = np.ones(right.ids.shape[:2], bool)
-    return right.dispatch(ones, layout, False)
-
-
-def numbers_of(right, layout, hidden, dtype):
-    """y: numbers in the rows that something came to, NaN in the others."""
-    used = used_rows(right, layout)
-    y = payloads.numbers((*used.shape, hidden), dtype)
-    y[~used] = np.nan
-    return y
-
-
 def assert_rows(got, right, x, layout, what):
     """Rows that something came to are x's; the others may be anything."""
-    used = used_rows(right, layout)
+    used = low_latency_oracle.used_rows(right, layout)
     want = right.dispatch(x, layout, 0)
     assert got.shape == want.shape, what
     got = np.where(used.reshape(*used.shape, *[1] * (x.ndim - 2)), got, want)
@@ -86,17 +72,6 @@ def assert_rows(got, right, x, layout, what):
     )
 
 
-def assert_who(who, right, layout, weights=None):
-    if layout == "expert":
-        np.testing.assert_array_equal(who, right.counts)
-        return
-    if weights is not None:
-        who, theirs = who
-        want = np.where(right.local >= 0, weights[None], 0).astype(np.float32)
-        np.testing.assert_array_equal(theirs, right.in_slots(want, 0))
-    np.testing.assert_array_equal(who, right.in_slots(right.local, -1))
-
-
 def check(backend, ids, experts, layout, *, hidden=HIDDEN, dtype="bfloat16", spare=3):
     """Runs a dispatch and a combine and compares them."""
     ranks, tokens, top_k = ids.shape
@@ -105,11 +80,11 @@ def check(backend, ids, experts, layout, *, hidden=HIDDEN, dtype="bfloat16", spa
     right = low_latency_oracle.oracle(ids, experts, tokens + spare)
     x = payloads.payload((ranks, tokens, hidden), dtype)
     weights = payloads.numbers((ranks, tokens, top_k), np.float32, seed=5)
-    y = numbers_of(right, layout, hidden, dtype)
+    y = low_latency_oracle.numbers_of(right, layout, hidden, dtype)
     weighted = layout == "rank"
     rows, who, out = pair_program(over, layout, weighted)(ids, x, weights, y)
     assert_rows(rows, right, x, layout, f"{layout} rows")
-    assert_who(who, right, layout, weights if weighted else None)
+    low_latency_oracle.assert_who(who, right, layout, weights if weighted else None)
     want = right.combine(y, weights, layout)
     if over.backend == "xla" and layout == "expert":
         # XLA may contract a product and a sum.
@@ -179,13 +154,13 @@ def test_fp8(backend, layout, hidden, dtype):
     x[:, 1, :128] = 0
     x[:, 2, 3] = np.nan
     x[:, 3, hidden - 1] = np.inf
-    y = numbers_of(right, layout, hidden, jnp.dtype(dtype))
+    y = low_latency_oracle.numbers_of(right, layout, hidden, jnp.dtype(dtype))
     weights = payloads.numbers(ids.shape, np.float32)
     program = pair_program(over, layout, quantize="fp8")
     (rows, scales), _, _ = program(ids, x, weights, y)
     want, want_scales = quantized(x)
     assert rows.dtype == want.dtype
-    used = used_rows(right, layout)
+    used = low_latency_oracle.used_rows(right, layout)
     got_scales = scales[used]
     want_scales = right.dispatch(want_scales, layout, 0)[used]
     got = rows[used].astype(np.float32)
@@ -236,7 +211,7 @@ def test_many_shapes_share_a_buffer(backend):
     for i, (rows, who) in enumerate(harness.run(body, comm, ids, x)):
         right = low_latency_oracle.oracle(ids[i], experts, 12)
         assert_rows(rows, right, x[i], LAYOUTS[i % 2], f"shape {i}")
-        assert_who(who, right, LAYOUTS[i % 2])
+        low_latency_oracle.assert_who(who, right, LAYOUTS[i % 2])
 
 
 @on_each_layout
@@ -347,7 +322,7 @@ def test_vmap_is_one_call_after_the_other(backend):
     for i in range(3):
         right = low_latency_oracle.oracle(ids[:, i], experts, 5)
         assert_rows(rows[:, i], right, x[:, i], "rank", f"element {i}")
-        assert_who(who[:, i], right, "rank")
+        low_latency_oracle.assert_who(who[:, i], right, "rank")
 
 
 # T, max_tokens and E of a model's size, H = 7168.
@@ -431,7 +406,7 @@ def test_fp8_bit_for_bit(backend, tokens, max_tokens, experts, idle, layout):
 
     wrong, who = harness.run(body, over.comm, ids, x, sender, everybody)
     assert not np.any(wrong), f"rows and scales that are wrong by rank: {wrong}"
-    assert_who(who, right, layout)
+    low_latency_oracle.assert_who(who, right, layout)
 
 
 # Sizes and errors ---------------------------------------------------------------

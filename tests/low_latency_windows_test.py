@@ -15,7 +15,6 @@ import harness
 import low_latency_memory
 import low_latency_oracle
 import low_latency_steps
-import low_latency_test
 import ml_dtypes
 import numpy as np
 import payloads
@@ -146,7 +145,7 @@ def cases_of(ranks, rows):
 def case_of(ranks, rows, seed, step):
     ids = step.ids(ranks)
     right = low_latency_oracle.oracle(ids, 3 * ranks, MAX_TOKENS)
-    used = low_latency_test.used_rows(right, step.layout)
+    used = low_latency_oracle.used_rows(right, step.layout)
     shape = (ranks, step.tokens, HIDDEN)
     if step.quantize:
         x, *sent = low_latency_steps.in_fp8(sent_bits(shape, rows, seed), seed)
@@ -154,7 +153,7 @@ def case_of(ranks, rows, seed, step):
         bits = sent_bits((*shape[:2], 2 * HIDDEN), rows, seed)
         x = bits.view(ml_dtypes.bfloat16)
         sent = [x]
-    y = low_latency_test.numbers_of(right, step.layout, HIDDEN, x.dtype)
+    y = low_latency_oracle.numbers_of(right, step.layout, HIDDEN, x.dtype)
     if rows != "any" and step.layout == "rank":
         # These travel as they are.
         bits = sent_bits((*used.shape, 2 * HIDDEN), rows, seed + 100)
@@ -189,7 +188,7 @@ def check(over, rows):
             places = np.argwhere(case.used)[wrong.any(-1)]
             assert len(places) == 0, f"{what}: {len(places)} rows, as {places[0]}"
         weights = None if step.layout == "expert" else case.args[2]
-        low_latency_test.assert_who(who, case.right, step.layout, weights)
+        low_latency_oracle.assert_who(who, case.right, step.layout, weights)
         want = case.out
         if rows != "any":
             out, want = flushed(out), flushed(want)

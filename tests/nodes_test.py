@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import payloads
-import processes_test
+import process_runs
 import pytest
 from jax.sharding import PartitionSpec as P
 from processes import run_script
@@ -231,7 +231,7 @@ def test_operations_and_transformations_on_nodes():
 @pytest.mark.parametrize("staging", ["", "--tiny-staging"], ids=["default", "tiny"])
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 def test_operations_between_processes(processes, devices, staging, tmp_path):
-    passed = processes_test.run_suite(
+    passed = process_runs.run_suite(
         *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
         *("--node-size=2", *filter(None, [staging])),
         *("-k", "oracles and (uniform or holes or top_22 or half or one_rank)"),
@@ -242,13 +242,13 @@ def test_operations_between_processes(processes, devices, staging, tmp_path):
 
 
 def test_a_process_of_another_node_is_killed(tmp_path):
-    processes_test.run(
+    process_runs.run(
         "killed_in_another_node", tmp_path, processes=4, devices=1, killed=[2]
     )
 
 
 def test_300_steps_with_delays(tmp_path):
-    processes_test.run("random_delays_in_nodes", tmp_path, 300, processes=4, devices=1)
+    process_runs.run("random_delays_in_nodes", tmp_path, 300, processes=4, devices=1)
 
 
 # Topology ---------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_unequal_nodes_are_refused(groups, hosts, found):
 
 
 def test_set_up_on_two_hosts(tmp_path):
-    processes_test.run("two_hosts", tmp_path, processes=4, devices=1)
+    process_runs.run("two_hosts", tmp_path, processes=4, devices=1)
 
 
 def test_hosts_are_told_apart():

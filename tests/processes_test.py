@@ -16,6 +16,7 @@ import process_suite
 import pytest
 import training
 import xla_flags
+from process_runs import run, run_suite
 from training import train
 
 # JAX's own messages to stderr are not ours to judge; errors are.
@@ -23,23 +24,6 @@ pytestmark = pytest.mark.timeout(600)
 OPERATIONS = (*process_suite.OPERATIONS[:3], "tests/faults_test.py")
 # Rings of two slots.
 TINY = ["--tiny-staging"]
-
-
-def run(name, tmp_path, *arguments, processes=2, killed=(), act=None, **options):
-    """Runs one function of process_program.py; returns the logs."""
-    with launch.Job(
-        "process_program.py",
-        processes,
-        tmp_path,
-        arguments=(name, *map(str, arguments)),
-        **options,
-    ) as job:
-        if act is not None:
-            act(job)
-        logs = job.wait(killed=killed)
-    for process, log in enumerate(logs):
-        assert process in killed or log.endswith("END\n"), log
-    return logs
 
 
 # The tests of one process's operations again, over several ---------------------
@@ -73,21 +57,6 @@ def test_experts_between_processes(tmp_path):
 def test_low_latency_between_processes(tmp_path):
     passed = run_suite(*process_suite.LOW_LATENCY, place=(2, 2), logs=tmp_path)
     assert passed > 100
-
-
-def run_suite(*arguments, place, logs):
-    """Runs pytest in step in (processes, devices); returns how many tests passed."""
-    processes, devices = place
-    with launch.Job(
-        "process_suite.py",
-        processes,
-        logs,
-        devices=devices,
-        arguments=["-q", "--timeout=120", "-x", *arguments],
-    ) as job:
-        texts = job.wait(560)
-    (passed,) = {re.search(r"(\d+) passed", text).group(1) for text in texts}
-    return int(passed)
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -66,3 +66,24 @@ def kernels_serve(dtype, *widths) -> bool:
 def draw(seed, *shape, dtype=np.float32):
     """About normal numbers."""
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+# Without a GPU
+
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="kernels are for jax 0.11 and newer"
+)
+
+
+def like(*shape, dtype=BFLOAT16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(function, *args, platform="cuda"):
+    """(kernels in the program, warnings), without a GPU."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = (
+            jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
+        ).as_text()
+    return text.count("@mosaic_gpu"), {str(w.message) for w in caught}

@@ -12,13 +12,9 @@ import product_oracle as oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from product_cases import BFLOAT16, draw
+from product_cases import BFLOAT16, draw, like, lowered, needs_kernels
 
 import jax_ep
-
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="kernels are for jax 0.11 and newer"
-)
 
 ROWS, GROUPS, WIDTH, INNER = 192, 3, 64, 128
 SIZES = {128: [0, 128, 0], 64: [64, 0, 128], 1: [3, 0, 101]}
@@ -152,20 +148,6 @@ class TestInterpreted:
 
 
 # Programs for GPUs, lowered here -----------------------------------------------
-
-
-def like(*shape, dtype=BFLOAT16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def lowered(function, *args, platform="cuda"):
-    """(kernels in the program, warnings), without a GPU."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        text = (
-            jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
-        ).as_text()
-    return text.count("@mosaic_gpu"), {str(w.message) for w in caught}
 
 
 PRODUCT = (like(640, 64), like(7, 64, 128), like(7, dtype=np.int32))

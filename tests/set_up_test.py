@@ -20,7 +20,6 @@ import fake_service
 import jax
 import numpy as np
 import pytest
-import shared_gpu_memory_test as gpus
 from jax.sharding import Mesh
 
 import jax_ep
@@ -30,7 +29,7 @@ from jax_ep._setup import backends, bootstrap, fabric, gpu_memory, nvml
 _here = threading.local()
 
 
-class Module(gpus.Module):
+class Module(fake_gpus.Module):
     """One process's jax_ep._cuda, that counts what is registered.
 
     Attributes:

@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 from fake_gpus import (
     ARENA,
+    CONTROL,
     FABRIC,
     FAILS,
     OK,
+    STAGING,
     UNIT,
     CommunicatorArguments,
     Driver,
     Gpu,
+    Module,
     Nvml,
     NvmlError,
     Place,
@@ -37,41 +40,8 @@ from jax_ep._setup import bootstrap, gpu_memory, nvml, peer_memory, reach, windo
 from jax_ep._setup.held import Memory
 from jax_ep._setup.links import Links
 
-CONTROL, STAGING = 1000, 4096
 _here = threading.local()
 _numbers = itertools.count(1000)
-
-
-class Module:
-    """One process's jax_ep._cuda."""
-
-    max_regions = 8
-    Place, CommunicatorArguments = Place, CommunicatorArguments
-
-    def __init__(self):
-        self.problem = ""
-        self.default_sms = 24
-        self.created = None
-        self.released = []
-
-    def self_test(self, ordinal):
-        return self.problem
-
-    def control_bytes(self, num_ranks):
-        return CONTROL
-
-    def staging_size(self, staging_bytes, num_channels, num_ranks):
-        least = 1024 * num_channels
-        return STAGING if staging_bytes >= least else 0, least
-
-    def num_sms(self, ordinal, asked_for):
-        return asked_for or self.default_sms
-
-    def create_communicator(self, identity, arguments):
-        self.created = arguments
-
-    def release_communicator(self, identity):
-        self.released.append(identity)
 
 
 class Process:
