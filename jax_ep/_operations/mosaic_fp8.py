@@ -247,7 +247,8 @@ def _call(product, values, scales, matrices, group_sizes, alignment):
             ],
             scales=plgpu.SMEM((stages, BLOCK), jnp.float32),
             staged=product.staged,
-            full=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            full_second=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             collective_axes="wg",
         )
@@ -305,6 +306,7 @@ def _run(config, product, place, refs, **smem):
             rhs_smem=[*rhs_smem, smem["scales"]],
             full=smem["full"],
             empty=smem["empty"],
+            rhs_full=[smem["full"], smem["full_second"], smem["full"]],
         )
 
     def multiply_tiles():
@@ -368,13 +370,21 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(wg, slot, factors, sums, *, operands, scales, full, empty):
-    """The sums with 128 columns more, one matrix after the other."""
-    plgpu.barrier_wait(full.at[slot])
+def _step(wg, slot, factors, sums, *, operands, scales, full, full_second, empty):
+    """The sums with 128 columns more, one matrix after the other.
+
+    Each matrix is waited for by itself. Without the wait between the two ptxas mixes
+    the instructions of both, and has not registers enough: what it then spilled to
+    memory made the kernel up to 2.5 times as slow.
+    """
     own = pl.ds(wg * _HALF, _HALF)
     lhs, *all_rhs = (operand.at[slot] for operand in operands)
     found = []
-    for rhs, factor, total in zip(all_rhs, factors, sums, strict=True):
+    arrived = full, full_second
+    for rhs, factor, total, barrier in zip(
+        all_rhs, factors, sums, arrived, strict=True
+    ):
+        plgpu.barrier_wait(barrier.at[slot])
 
         def multiply(acc, rhs=rhs):
             plgpu.wgmma(acc, lhs.at[own], rhs.transpose((1, 0)))

@@ -279,8 +279,13 @@ def _before(slot, stages):
     return lax.select(slot == 0, jnp.int32(stages - 1), slot - 1)
 
 
-def load(config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, **_):
-    """The loading warpgroup: operands of all tiles, one after the other."""
+def load(
+    config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, rhs_full=None, **_
+):
+    """The loading warpgroup: operands of all tiles, one after the other.
+
+    rhs_full: what the arrival of each rhs is told, where that is not `full`.
+    """
     plgpu.set_max_registers(40, action="decrease")
     stages = config.stages
 
@@ -293,8 +298,9 @@ def load(config, work, locate, count, *, lhs_smem, rhs_smem, full, empty, **_):
             plgpu.barrier_wait(empty.at[slot])
             arrived = full.at[first + slot]
             plgpu.copy_gmem_to_smem(lhs(at, step), lhs_smem.at[slot], arrived)
-            for rhs, smem in zip(all_rhs, rhs_smem, strict=True):
-                plgpu.copy_gmem_to_smem(rhs(at, step), smem.at[slot], arrived)
+            for i, (rhs, smem) in enumerate(zip(all_rhs, rhs_smem, strict=True)):
+                own = arrived if rhs_full is None else rhs_full[i].at[first + slot]
+                plgpu.copy_gmem_to_smem(rhs(at, step), smem.at[slot], own)
             return after(slot, stages)
 
         steps = lax.div(work.steps(at), jnp.int32(len(work.terms)))
