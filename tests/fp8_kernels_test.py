@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import product_oracle as oracle
 import pytest
-from fp8_test import dequantized
+from fp8_oracle import dequantized
 from product_cases import draw, like, lowered, needs_kernels
 
 import jax_ep

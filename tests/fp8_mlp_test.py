@@ -12,7 +12,7 @@ import layers
 import numpy as np
 import product_oracle as oracle
 import pytest
-from fp8_test import dequantized, quantized
+from fp8_oracle import dequantized, quantized
 from product_cases import BFLOAT16, KERNELS, draw, falling_back_allowed
 from product_oracle import Mlp
 

@@ -12,37 +12,14 @@ import numpy as np
 import oracle
 import payloads
 import pytest
+from fp8_oracle import E4M3, dequantized, in_blocks, quantized
 
 import jax_ep
 
 RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
-E4M3, UE8M0 = np.dtype("float8_e4m3fn"), np.dtype("float8_e8m0fnu")
+UE8M0 = np.dtype("float8_e8m0fnu")
 scales_of_both_kinds = pytest.mark.parametrize("scale", ("float32", "ue8m0"))
-
-
-def in_blocks(x, block):
-    short = -x.shape[-1] % block
-    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)])
-    return padded.reshape(*x.shape[:-1], -1, block)
-
-
-def quantized(x, block=128, scale="float32"):
-    """NumPy's (q, scales), scales as float32."""
-    x = x.astype(np.float32)
-    with np.errstate(all="ignore"):
-        amax = np.abs(in_blocks(x, block)).max(-1)
-        scales = np.maximum(amax, np.float32(1e-4)) / np.float32(448)
-        if scale == "ue8m0":
-            scales = np.exp2(np.ceil(np.log2(scales.astype(np.float64))))
-        scales = np.where(np.isfinite(amax), scales, np.nan).astype(np.float32)
-        q = np.clip(in_blocks(x, block) / scales[..., None], -448, 448).astype(E4M3)
-    return q.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scales
-
-
-def dequantized(q, scales, block=128, dtype=np.float32):
-    blocks = in_blocks(q.astype(np.float32), block) * scales[..., None]
-    return blocks.reshape(*q.shape[:-1], -1)[..., : q.shape[-1]].astype(dtype)
 
 
 def as_float32(scales):
