@@ -1,12 +1,12 @@
 // dispatch and combine between nodes: what one rank enqueues.
 //
 // T tokens, N nodes, W = T + (N - 1) * block wire rows, as in
-// jax_ep/_operations/node_plan.py: this rank's own tokens, then a block for each other node
-// by its distance. A block crosses in chunks of chunk_rows, and `in_flight`
-// chunks have a place in staging memory, which is cut [place][row] for each
-// leaf and direction. While one chunk is on the wire, the next is packed and
-// the one before it is passed on inside the node (dispatch), or the next is
-// summed inside the node (combine).
+// jax_ep/_operations/node_plan.py: this rank's own tokens, then a block for
+// each other node by its distance. A block crosses in chunks of chunk_rows, and
+// `in_flight` chunks have a place in staging memory, which is cut [place][row]
+// for each leaf and direction. While one chunk is on the wire, the next is
+// packed and the one before it is passed on inside the node (dispatch), or the
+// next is summed inside the node (combine).
 //
 //   main stream  pack 0  pack 1  own rows  pass 0 on  pack 2  pass 1 on ...
 //                   \       \               /          \       /

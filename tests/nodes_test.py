@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from processes import run_script
 
 import jax_ep
-from jax_ep._setup import topology
+from jax_ep._setup import backends, topology
 
 pytestmark = [
     pytest.mark.skipif(
@@ -387,14 +387,11 @@ def test_processes_that_share_groups():
 
 
 def test_too_many_ranks_of_a_node():
-    comm = types.SimpleNamespace(
-        axis_name="ep", node_size=97, num_nodes=2, num_ranks=194
-    )
+    job = types.SimpleNamespace(axis_name="ep", num_ranks=194)
     with pytest.raises(ValueError, match="a node must have at most 96 ranks, found 97"):
-        jax_ep.Communicator._check_nodes(comm)
-    comm.node_size, comm.num_nodes = 1, 194
+        backends._check_nodes(job, 97)
     with pytest.raises(ValueError, match="at most 96 nodes, found 194 of 1 ranks"):
-        jax_ep.Communicator._check_nodes(comm)
+        backends._check_nodes(job, 1)
 
 
 # The example ------------------------------------------------------------------
