@@ -35,6 +35,8 @@ from processes import run_script
 import jax_ep
 from jax_ep._data import native
 
+# S of plan_of, in the worst case.
+EXPERT_ROWS = min(CAPACITY, RANKS * TOKENS) * TOP_K
 MODULE = {"cuda": "_cuda", "cpu": "_host"}[NATIVE]
 
 
@@ -430,17 +432,17 @@ class TestLeaves:
             ),
             (
                 lambda x, ids, rows, plan: jax_ep.unpermute((rows, rows), plan),
-                f"unpermute: leaves must be [S, ...] with S = {CAPACITY * TOP_K} as in "
+                f"unpermute: leaves must be [S, ...] with S = {EXPERT_ROWS} as in "
                 f"the plan, found float32[{CAPACITY},{HIDDEN}] at [0]",
             ),
             (
                 lambda x, ids, rows, plan: jax_ep.unpermute(
-                    {"z": jnp.zeros((CAPACITY * TOP_K, 2), complex)},
+                    {"z": jnp.zeros((EXPERT_ROWS, 2), complex)},
                     plan,
                     jnp.ones((CAPACITY, TOP_K)),
                 ),
                 "unpermute: weights apply to real leaves, found "
-                f"complex64[{CAPACITY * TOP_K},2] at ['z']",
+                f"complex64[{EXPERT_ROWS},2] at ['z']",
             ),
             (
                 lambda x, ids, rows, plan: jax_ep.combine_start([rows > 0], plan),
@@ -463,7 +465,7 @@ class TestLeaves:
                     x, jnp.ones(ids.shape), lambda y, _: {"y": y > 0}, plan
                 ),
                 "unpermute: leaves must be bfloat16, float16, float32, float64 or "
-                f"complex, found bool[{CAPACITY * TOP_K},{HIDDEN}] at ['y']",
+                f"complex, found bool[{EXPERT_ROWS},{HIDDEN}] at ['y']",
             ),
             (
                 lambda x, ids, rows, plan: jax_ep.plan_dispatch(

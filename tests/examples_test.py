@@ -25,7 +25,10 @@ import text_data  # noqa: E402
 import train_moe_lm  # noqa: E402
 
 # In float32, for which GPUs have no kernels.
-pytestmark = pytest.mark.filterwarnings("ignore:jax_ep.ragged_dot. falling back")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:jax_ep.ragged_dot. falling back"),
+    pytest.mark.filterwarnings("ignore:jax_ep.gated_mlp. multiplying whole batches"),
+]
 
 # Small enough to compile in seconds.
 MODEL = moe_lm_model.ModelConfig(
