@@ -425,7 +425,7 @@ def large_blocks(*, node_size, tokens=1024, columns=8192, steps=5):
     comm.close()
 
 
-def killed_in_another_node(*, node_size):
+def killed_in_another_node(*, node_size, killed):
     comm = communicator(timeout_s=5.0, node_size=node_size)
     ids, x = inputs(comm, columns=1 << 12)
 
@@ -439,12 +439,10 @@ def killed_in_another_node(*, node_size):
 
     program = compile_together(comm, body, ids, x)
     say("runs")
-    seconds = fails(lambda: program(ids, x))
-    assert seconds < 25
+    assert fails(lambda: program(ids, x)) < 25
     flush()
     # Nobody's end is to be taken for the one that was killed.
-    time.sleep(max(0.0, 20 - seconds) + (jax.process_index() == 0))
-    leave()
+    leave(together=True, without=[killed])
 
 
 def killed_inside_a_dispatch():
@@ -562,8 +560,9 @@ def plans_side_by_side(*, pairs, rounds, mode=None, one_slot=False):
                 for place, out in enumerate(found):
                     for shard in out.addressable_shards:
                         rank = (shard.index[0].start or 0) // (ranks * tokens)
+                        # array_equal() itself takes an error for a difference.
                         right = wanted(experts_of, rank)[place]
-                        wrong += not np.array_equal(shard.data, right)
+                        wrong += not np.array_equal(np.asarray(shard.data), right)
         return wrong
 
     if one_slot:

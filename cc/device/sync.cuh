@@ -75,6 +75,8 @@ struct Opening {
   [[noreturn]] static __device__ __noinline__ void InUse(const Operation& op,
                                                          const char* name,
                                                          uint32_t user) {
+    // Two tags in one word: who came second read the first alone, and traps.
+    while (!Takes() && (user & op.tag) == op.tag) __nanosleep(1000);
     if (TellsWhy()) {
       printf(
           "jax_ep %s (channel %u): rank %d found its control slot in use by "
