@@ -114,7 +114,7 @@ def assert_right(backend, routing, alignment, grouped, others, expert_capacity=N
         payloads.assert_same_rows(in_two_steps[1][name], want, name, x)
 
 
-@harness.on_each_combination_of_one_launch
+@harness.on_each_combination_of_one_launch(cases.CASES)
 def test_every_case(backend, case, ranks):
     harness.mesh(ranks)  # skips before it makes arrays
     routing = case.routing(ranks)

@@ -42,15 +42,6 @@ ROW_BYTES = (
 )
 
 
-@harness.on_each_combination_of_rows
-def test_rows_are_the_oracles(backend, case, ranks):
-    result = harness.run_case(case, backend, ranks)
-    for name, x in result.x.items():
-        payloads.assert_same_rows(
-            result.received[name], result.right.dispatch(x), name, x
-        )
-
-
 def _assert_tree_arrives(backend, x, ranks=None, capacity=None):
     """Dispatches a pytree [R, T, ...] in one call, with holes in the routing."""
     ranks = ranks or harness.few_ranks()

@@ -18,8 +18,8 @@ SOME_RANKS = (8, 3)
 # Files that take long by themselves; the others share a pytest, a few each.
 LONG = (
     *("dispatch_permute_test", "overlap_test", "low_latency_test", "moe_test"),
-    *("permute_test", "gpu_test", "programs_test", "dispatch_test", "combine_test"),
-    *("plan_test", "plan_dispatch_test", "transforms_test", "control_flow_test"),
+    *("permute_test", "gpu_test", "programs_test", "every_case_test"),
+    *("plan_dispatch_test", "transforms_test", "control_flow_test"),
     *("plan_dispatch_transforms_test", "examples_test", "large_test", "routers_test"),
     *("model_shapes_test", "permute_transforms_test", "fp8_test", "repetition_test"),
     *("layer_gradients_test", "low_latency_windows_test", "arguments_test"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import itertools
 import pickle
@@ -57,8 +56,6 @@ PLAN_FIELDS = (
     "group_sizes",
 )
 
-CROSSING_FIELDS = ("node_demand", "node_overflow")
-
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -75,24 +72,27 @@ def few_ranks() -> int:
 def _combinations(table):
     """Every case on every backend and rank count, with one economy.
 
-    Plain JAX takes seconds to compile and does not depend on the rank count:
-    cases that need a program of their own run there on the most ranks and 3.
+    Plain JAX takes seconds to compile and has one path for all rank counts: a case
+    that needs a program of its own runs there on 3 ranks or on the most, in turn;
+    on both where the number of experts does not follow the ranks.
     """
-    programs = set()
-    for case in table:
-        shares = case.program in programs or case is cases.CASES[0]
+    most = most_ranks()
+    some = [3, most] if most > 3 else [most]
+    programs = {cases.CASES[0].program}
+    for number, case in enumerate(table):
+        own = case.program not in programs
         programs.add(case.program)
+        few = some if case.experts > 0 else [some[number % len(some)]]
         for backend in BACKENDS:
-            for ranks in RANKS:
-                if backend != "xla" or shares or ranks in (3, most_ranks()):
-                    yield pytest.param(
-                        backend, case, ranks, id=f"{backend}-{case}-{ranks}"
-                    )
+            for ranks in few if own and backend == "xla" else RANKS:
+                yield pytest.param(backend, case, ranks, id=f"{backend}-{case}-{ranks}")
 
 
-on_each_combination = pytest.mark.parametrize(
-    ("backend", "case", "ranks"), list(_combinations(cases.CASES))
-)
+def on_each_combination_of(table):
+    """Parametrizes by (backend, case, ranks)."""
+    return pytest.mark.parametrize(
+        ("backend", "case", "ranks"), list(_combinations(table))
+    )
 
 
 def _combinations_of_one_launch(table):
@@ -107,18 +107,11 @@ def _combinations_of_one_launch(table):
                 yield pytest.param(backend, case, ranks, id=f"{backend}-{case}-{ranks}")
 
 
-on_each_combination_of_one_launch = pytest.mark.parametrize(
-    ("backend", "case", "ranks"), list(_combinations_of_one_launch(cases.CASES))
-)
-on_each_combination_of_one_launch_of_rows = pytest.mark.parametrize(
-    ("backend", "case", "ranks"),
-    list(_combinations_of_one_launch(cases.CASES + cases.MANY_EXPERTS)),
-)
-# For what does not group rows by expert.
-on_each_combination_of_rows = pytest.mark.parametrize(
-    ("backend", "case", "ranks"),
-    list(_combinations(cases.CASES + cases.MANY_EXPERTS)),
-)
+def on_each_combination_of_one_launch(table):
+    """As on_each_combination_of, for an operation that is one launch on GPUs."""
+    return pytest.mark.parametrize(
+        ("backend", "case", "ranks"), list(_combinations_of_one_launch(table))
+    )
 
 
 def mesh(ranks: int) -> Mesh:
@@ -309,38 +302,10 @@ SUMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class CaseResult:
-    """What one case left on all ranks, [R, ...] each, beside its inputs.
-
-    Attributes:
-      right: the oracle's plan.
-      plan: Plan's public fields by name.
-      x: what was dispatched, by leaf.
-      received: dispatch(x).
-      y: what was combined, by leaf; NaN in rows that were never sent.
-      combined: combine(y).
-      crossing: the plan's CROSSING_FIELDS, with several nodes.
-    """
-
-    right: oracle.Oracle
-    plan: dict[str, np.ndarray]
-    x: dict[str, np.ndarray]
-    received: dict[str, np.ndarray]
-    y: dict[str, np.ndarray]
-    combined: dict[str, np.ndarray]
-    crossing: dict[str, np.ndarray]
-
-
-def run_case(
+def check_case(
     case: cases.Case, backend: str, ranks: int, node_capacity: int | None = None
-) -> CaseResult:
-    """Runs plan, dispatch and combine of a case, once for all tests."""
-    return _run_case(case, backend, ranks, node_capacity, oracle.node_size(ranks))
-
-
-@functools.cache
-def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
+) -> oracle.Oracle:
+    """Plan, dispatch and combine of a case are the oracle's, which it returns."""
     routing = case.routing(ranks)
     right = oracle.plan(
         routing.topk_idx,
@@ -354,6 +319,7 @@ def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
         name: payloads.payload((ranks, tokens, *shape), dtype)
         for name, (shape, dtype) in ROWS.items()
     }
+    # NaN in rows that were never sent.
     y = {
         name: payloads.poison_tail(
             payloads.numbers((ranks, routing.capacity, *shape), dtype),
@@ -361,16 +327,25 @@ def _run_case(case, backend, ranks, node_capacity, _) -> CaseResult:
         )
         for name, (shape, dtype) in SUMS.items()
     }
+    comm = communicator(backend, ranks)
     program = case_program(
-        communicator(backend, ranks),
+        comm,
         routing.num_experts,
         routing.capacity,
         routing.expert_alignment,
         node_capacity,
     )
     plan, received, combined = program(routing.topk_idx, x, y)
-    crossing = {name: plan.pop(name) for name in CROSSING_FIELDS if name in plan}
-    return CaseResult(right, plan, x, received, y, combined, crossing)
+    if comm.num_nodes > 1:
+        most = right.tokens if node_capacity is None else node_capacity
+        assert (plan.pop("node_demand") == right.node_demand).all()
+        assert (plan.pop("node_overflow") == (right.node_demand > most)).all()
+    payloads.assert_same_trees(plan, right.fields, "plan")
+    for name, sent in x.items():
+        payloads.assert_same_rows(received[name], right.dispatch(sent), name, sent)
+    for name, terms in y.items():
+        payloads.assert_same_rows(combined[name], right.combine(terms), name)
+    return right
 
 
 @functools.cache
@@ -394,7 +369,8 @@ def case_program(
         )
         fields = plan_fields(plan)
         if comm.num_nodes > 1:
-            fields |= {name: getattr(plan, name) for name in CROSSING_FIELDS}
+            fields["node_demand"] = plan.node_demand
+            fields["node_overflow"] = plan.node_overflow
         return (
             fields,
             jax_ep.dispatch(x, plan),

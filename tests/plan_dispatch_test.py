@@ -86,7 +86,7 @@ def assert_right(comm, routing, x):
         payloads.assert_same_rows(two_rows[name], rows[name], name)
 
 
-@harness.on_each_combination_of_one_launch_of_rows
+@harness.on_each_combination_of_one_launch(cases.CASES + cases.MANY_EXPERTS)
 def test_every_case(backend, case, ranks):
     comm = harness.communicator(backend, ranks)
     routing = case.routing(ranks)

@@ -11,8 +11,8 @@ import pytest
 # What several processes can run: the rest puts global arrays of one process into its
 # programs.
 OPERATIONS = (
-    *("tests/plan_test.py", "tests/dispatch_test.py", "tests/combine_test.py"),
-    "tests/plan_dispatch_test.py",
+    *("tests/every_case_test.py", "tests/plan_test.py", "tests/dispatch_test.py"),
+    *("tests/combine_test.py", "tests/plan_dispatch_test.py"),
 )
 REPEATED = ("tests/repetition_test.py",)
 # What crosses processes in a layer: dispatch and combine around native code that

@@ -21,7 +21,7 @@ from training import train
 
 # JAX's own messages to stderr are not ours to judge; errors are.
 pytestmark = pytest.mark.timeout(600)
-OPERATIONS = (*process_suite.OPERATIONS[:3], "tests/faults_test.py")
+OPERATIONS = (*process_suite.OPERATIONS[:4], "tests/faults_test.py")
 # Rings of two slots.
 TINY = ["--tiny-staging"]
 
