@@ -1,5 +1,6 @@
 """Expert parallelism for JAX: native collectives and kernels for MoE layers."""
 
+from jax_ep._api.choices import combine_choices, permute_weights
 from jax_ep._api.fp8_dispatch import dispatch_fp8
 from jax_ep._api.grouped_products import gated_mlp, ragged_dot
 from jax_ep._api.low_latency import (
@@ -40,6 +41,7 @@ __all__ = [
     "LowLatencyHandle",
     "Plan",
     "combine",
+    "combine_choices",
     "combine_done",
     "combine_start",
     "dequantize_fp8",
@@ -55,6 +57,7 @@ __all__ = [
     "moe_with_plan",
     "overlap",
     "permute",
+    "permute_weights",
     "plan_dispatch",
     "quantize_fp8",
     "quantize_weights",

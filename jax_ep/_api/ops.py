@@ -349,6 +349,8 @@ _LEAVES = {
     "combine_start": ("capacity", "C", True),
     "permute": ("capacity", "C", False),
     "unpermute": ("expert_capacity", "S", True),
+    "permute_weights": ("capacity", "C", False),
+    "combine_choices": ("expert_capacity", "S", True),
 }
 
 

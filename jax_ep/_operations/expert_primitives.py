@@ -70,9 +70,14 @@ def expert_rows(plan: Plan) -> tuple[jax.Array, jax.Array]:
     return places, ranges
 
 
-def permute(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """Binds ep_permute: leaves [C, ...] -> [S, ...]."""
-    return _bind_leaves(permute_p, leaves, plan, plan.expert_capacity, None)
+def permute(
+    leaves: Sequence[jax.Array], plan: Plan, weights: jax.Array | None = None
+) -> list[jax.Array]:
+    """Binds ep_permute: leaves [C, ...] -> [S, ...]; weights [C, K] or None.
+
+    Weights, where there are any, come in the dtype in which the leaves are summed.
+    """
+    return _bind_leaves(permute_p, leaves, plan, plan.expert_capacity, weights)
 
 
 def unpermute(
