@@ -50,7 +50,7 @@ def permute_weights(weights: jax.Array, plan: Plan) -> jax.Array:
     that place, exactly 0 where (c, k) has no place.
     """
     ops._checked_leaves("permute_weights", (), plan)
-    ops._check_places("permute_weights", plan)
+    checks.check_places("permute_weights", plan)
     weights = jnp.asarray(weights)
     ops._check_weights("permute_weights", weights, (plan.capacity, plan.top_k), "C, K")
     wide = sum_dtype(weights.dtype)
@@ -94,7 +94,7 @@ def combine_choices(tree: Any, plan: Plan) -> Any:
     output's there, 0 in pads.
     """
     leaves, structure = ops._checked_leaves("combine_choices", tree, plan)
-    ops._check_places("combine_choices", plan)
+    checks.check_places("combine_choices", plan)
     if plan.comm.num_ranks * plan.num_tokens * plan.top_k > checks.INT32_MAX:
         raise ValueError(
             "jax_ep.combine_choices: R * T * K must be below 2**31, found "

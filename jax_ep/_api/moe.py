@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._api import fp8_dispatch, ops
-from jax_ep._api.planning import make_plan
+from jax_ep._api.planning import DropOrder, make_plan
 from jax_ep._data.plan import Plan
 from jax_ep._operations import fp8
 from jax_ep._setup.communicator import Communicator
@@ -31,6 +31,8 @@ def moe(
     expert_alignment: int | None = None,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
+    drop_order: DropOrder = "expert",
+    expert_limit: int | jax.Array | None = None,
     quantize: Literal["fp8"] | None = None,
 ) -> Any:
     """A mixture-of-experts layer. Collective over `comm`'s axis.
@@ -71,6 +73,8 @@ def moe(
         fastest with. Where no expert row is dropped results do not depend on it.
       expert_capacity: S, see `make_plan`.
       node_capacity: see `make_plan`.
+      drop_order: see `make_plan`.
+      expert_limit: see `make_plan`.
       quantize: "fp8": x, one array [T, H], travels as `quantize_fp8` makes it, half
         the bytes, and expert_fn gets `Fp8Rows`, which `gated_mlp` multiplies as they
         are. What expert_fn returns comes home as it is, of `gated_mlp` bfloat16.
@@ -96,6 +100,8 @@ def moe(
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
         node_capacity=node_capacity,
+        drop_order=drop_order,
+        expert_limit=expert_limit,
     )
     return moe_with_plan(x, topk_weights, expert_fn, plan, quantize=quantize)
 

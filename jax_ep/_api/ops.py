@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import dtypes
 
-from jax_ep._api.planning import PlanRequest, check_request
+from jax_ep._api.planning import DropOrder, PlanRequest, check_request
 from jax_ep._data import checks, sizes
 from jax_ep._data.plan import Plan
 from jax_ep._operations import (
@@ -83,6 +83,8 @@ def plan_dispatch(
     expert_alignment: int | None = 1,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
+    drop_order: DropOrder = "expert",
+    expert_limit: int | jax.Array | None = None,
 ) -> tuple[Plan, Any]:
     """`make_plan` and `dispatch` of few tokens in one launch.
 
@@ -106,6 +108,8 @@ def plan_dispatch(
       expert_alignment: group_sizes is rounded up to a multiple of it; or None.
       expert_capacity: S.
       node_capacity: rows that a rank can send to another node.
+      drop_order: in which order pairs fill the expert rows.
+      expert_limit: pairs that are kept at most.
 
     Returns:
       (plan, rows): a `Plan`, and the tree with leaves [C, ...], C times the bytes of a
@@ -128,6 +132,8 @@ def plan_dispatch(
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
         node_capacity=node_capacity,
+        drop_order=drop_order,
+        expert_limit=expert_limit,
     )
     leaves, treedef = _leaves_of("dispatch", tree, request)
     if request.between_nodes:
@@ -206,7 +212,7 @@ def permute(tree: Any, plan: Plan) -> Any:
     Derivative: linear in `tree`; its transpose is `unpermute` without weights.
     """
     leaves, treedef = _checked_leaves("permute", tree, plan)
-    _check_places("permute", plan)
+    checks.check_places("permute", plan)
     sizes.warn_of_defaults("permute", plan, leaves, "expert_capacity")
     rows = expert_primitives.permute(
         [_convert(x, _travels_as(x)) for x in leaves], plan
@@ -250,7 +256,7 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
     y at that place, exactly 0 where (c, k) has no place.
     """
     leaves, treedef = _checked_leaves("unpermute", tree, plan)
-    _check_places("unpermute", plan)
+    checks.check_places("unpermute", plan)
     if weights is not None:
         weights = jnp.asarray(weights)
         _check_weights("unpermute", weights, (plan.capacity, plan.top_k), "C, K")
@@ -274,7 +280,7 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
         rows, received = dispatch((tree, others), plan)
         return permute(rows, plan), received
     leaves, treedef = _checked_leaves("dispatch", (tree, others), plan)
-    _check_places("permute", plan)
+    checks.check_places("permute", plan)
     count = len(jax.tree.leaves(tree))
     sizes.warn_of_defaults("dispatch", plan, leaves, *_OF_DISPATCH)
     sizes.warn_of_defaults("permute", plan, leaves[:count], "expert_capacity")
@@ -304,25 +310,6 @@ def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> N
         raise ValueError(
             f"jax_ep.{op}: weights must be [{letters}] = {list(shape)} as in the "
             f"plan, found {_found(weights)}"
-        )
-
-
-# kMaxLocalExperts in cc/expert_layout.h.
-_MAX_LOCAL_EXPERTS = 2048
-
-
-def _check_places(op: str, plan: Plan) -> None:
-    local_experts = plan.group_sizes.shape[0]
-    if local_experts > _MAX_LOCAL_EXPERTS:
-        raise ValueError(
-            f"jax_ep.{op}: a rank must own at most {_MAX_LOCAL_EXPERTS} experts, "
-            f"found {local_experts}"
-        )
-    places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment
-    if max(places, plan.expert_capacity) > checks.INT32_MAX:
-        raise ValueError(
-            f"jax_ep.{op}: C * K and the pads must be below 2**31, found {places}; "
-            "give make_plan a smaller capacity"
         )
 
 

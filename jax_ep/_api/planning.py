@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from jax_ep._data import checks
 from jax_ep._data.checks import MAX_TOP_K
 from jax_ep._data.plan import Plan
 from jax_ep._data.sizes import Defaults
-from jax_ep._operations import node_plan, primitives, product_primitives
+from jax_ep._operations import demand, node_plan, primitives, product_primitives
 from jax_ep._setup.communicator import Communicator
+
+DropOrder = Literal["expert", "source"]
 
 
 def make_plan(
@@ -28,6 +30,8 @@ def make_plan(
     expert_alignment: int | None = 1,
     expert_capacity: int | None = None,
     node_capacity: int | None = None,
+    drop_order: DropOrder = "expert",
+    expert_limit: int | jax.Array | None = None,
 ) -> Plan:
     """Decides who sends which row where. Collective over `comm`'s axis.
 
@@ -69,6 +73,19 @@ def make_plan(
         Default T: nothing can be dropped. Rows past it, in the order of tokens,
         are dropped at the sender: they contribute 0 forward and backward, and
         `node_demand` and `node_overflow` tell. Without effect on one node.
+      drop_order: in which order (token, k) pairs fill the S expert rows, and past
+        which they are dropped. "expert": (expert, source, token, k), as rows stand in
+        the result of `permute`. "source": (source, expert, token, k), as where each
+        source sorts its pairs by expert and the receiver's buffer takes them source
+        after source: MaxText's ragged buffer, AXLearn's capacity. It keeps S pairs, or
+        what capacity_factor says; with a given expert_capacity and an alignment of A
+        as many as fit however they fall on the experts, about S - L * (A - 1), so
+        that expert_alignment=None then stays 1. `expert_limit` needs no such care.
+      expert_limit: pairs that this rank keeps at most, the first in drop_order, pads
+        not counted. An i32[] array, which may be traced and differ from rank to rank;
+        or an integer, from which a default of expert_capacity follows. None: as many
+        as there is room for. Where it, or drop_order="source", can drop something, the
+        pairs are numbered once more, in integers.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -86,6 +103,8 @@ def make_plan(
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
         node_capacity=node_capacity,
+        drop_order=drop_order,
+        expert_limit=expert_limit,
     ).make()
 
 
@@ -96,6 +115,7 @@ class PlanRequest:
     Attributes:
       ids: i32[T, K].
       worst_case: the expert rows that there can be at most, pads included.
+      limit: pairs that are kept at most; None where S alone says.
       defaults: as in Plan.
       others: as in Plan.
     """
@@ -108,6 +128,8 @@ class PlanRequest:
     expert_capacity: int
     worst_case: int
     node_capacity: int
+    drop_order: DropOrder
+    limit: int | jax.Array | None
     defaults: Defaults
 
     @property
@@ -152,22 +174,40 @@ class PlanRequest:
 
     def _plan(self, arrays, crossing) -> Plan:
         # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
-        ends = jnp.cumsum(arrays["group_sizes"], dtype=jnp.int32)
+        padded, kept = arrays["group_sizes"], arrays["expert_counts"]
+        ends = jnp.cumsum(padded, dtype=jnp.int32)
         if self.expert_capacity < self.worst_case:
             fitting = jnp.minimum(ends, self.expert_capacity)
             arrays = arrays | {"group_sizes": jnp.diff(fitting, prepend=0)}
-        return Plan(
+            kept = jnp.clip(self.expert_capacity - ends + padded, 0, kept)
+        wanted = arrays["expert_counts"]
+        if self._drops_rows:
+            wanted = demand.demand_counts(self.ids, self.comm, self.num_experts)
+        plan = Plan(
             **arrays,
             **self.sizes,
             _crossing=crossing,
             expert_demand=ends[-1],
             expert_overflow=ends[-1] > self.expert_capacity,
+            expert_demand_counts=wanted,
+            dropped_pairs=(wanted - kept).sum(dtype=jnp.int32),
             num_tokens=self.num_tokens,
             top_k=self.ids.shape[1],
             expert_capacity=self.expert_capacity,
             node_capacity=self.node_capacity,
             defaults=self.defaults,
         )
+        if self.limit is None:
+            return plan
+        checks.check_places("make_plan", plan)
+        return demand.keep(plan, self.limit, self.drop_order == "source")
+
+    @property
+    def _drops_rows(self) -> bool:
+        """Whether pairs can be lost before their experts are asked."""
+        all_rows = self.comm.num_ranks * self.num_tokens
+        between_nodes = self.between_nodes and self.node_capacity < self.num_tokens
+        return self.capacity < all_rows or between_nodes
 
 
 def check_request(
@@ -180,6 +220,8 @@ def check_request(
     expert_alignment: int | None,
     expert_capacity: int | None,
     node_capacity: int | None,
+    drop_order: DropOrder,
+    expert_limit: int | jax.Array | None,
 ) -> PlanRequest:
     """Checks the arguments of `make_plan` and fills in what follows from others."""
     if not isinstance(comm, Communicator):
@@ -202,13 +244,19 @@ def check_request(
         )
     num_tokens, top_k = topk_idx.shape
     num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    _check_drop_order(drop_order)
+    expert_limit, most_kept = _checked_limit(expert_limit)
     if expert_alignment is None:
-        expert_alignment = _best_alignment(comm, expert_capacity)
+        expert_alignment = _best_alignment(comm, expert_capacity, drop_order)
     expert_alignment = checks.check_small_integer(
         "make_plan", "expert_alignment", expert_alignment
     )
     defaults = _defaults(
-        comm, capacity_factor, capacity, expert_capacity, node_capacity
+        comm,
+        capacity_factor,
+        capacity,
+        most_kept if expert_capacity is None else expert_capacity,
+        node_capacity,
     )
     pairs = _balanced_pairs(
         capacity_factor, comm.num_ranks * num_tokens * top_k, comm, num_experts
@@ -225,17 +273,15 @@ def check_request(
     local_experts = -(-num_experts // comm.num_ranks)
     most = min(capacity, max(1, comm.num_ranks * num_tokens)) * top_k
     worst_case = _padded(most, local_experts, expert_alignment)
+    # Pairs that fit, however they fall on the experts.
+    fitting = most if capacity_factor is None else max(1, min(most, pairs))
     if expert_capacity is None:
-        fitting = most if capacity_factor is None else max(1, min(most, pairs))
+        if most_kept is not None:
+            fitting = min(fitting, max(1, most_kept))
         expert_capacity = _padded(fitting, local_experts, expert_alignment)
-    expert_capacity = checks.check_integer(
-        "make_plan", "expert_capacity", expert_capacity, 1
-    )
-    if expert_capacity % expert_alignment:
-        raise ValueError(
-            "jax_ep.make_plan: expert_capacity must be a multiple of "
-            f"expert_alignment {expert_alignment}, found {expert_capacity}"
-        )
+    else:
+        expert_capacity = _checked_expert_capacity(expert_capacity, expert_alignment)
+        fitting = _fitting(expert_capacity, local_experts, expert_alignment)
     node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
     node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
     return PlanRequest(
@@ -247,13 +293,72 @@ def check_request(
         expert_capacity=expert_capacity,
         worst_case=worst_case,
         node_capacity=min(node_capacity, max(1, num_tokens)),
+        drop_order=drop_order,
+        limit=_limit(expert_limit, fitting if drop_order == "source" else most, most),
         defaults=defaults,
     )
 
 
-def _best_alignment(comm: Communicator, expert_capacity: Any) -> int:
+def _checked_expert_capacity(value: Any, alignment: int) -> int:
+    """expert_capacity as int, or raises."""
+    value = checks.check_integer("make_plan", "expert_capacity", value, 1)
+    if value % alignment:
+        raise ValueError(
+            "jax_ep.make_plan: expert_capacity must be a multiple of "
+            f"expert_alignment {alignment}, found {value}"
+        )
+    return value
+
+
+def _check_drop_order(value: Any) -> None:
+    if value not in get_args(DropOrder):
+        raise ValueError(
+            "jax_ep.make_plan: drop_order must be 'expert' or 'source', found "
+            f"{value!r}"
+        )
+
+
+def _checked_limit(value: Any) -> tuple[Any, int | None]:
+    """expert_limit as int or i32[], and again where it is known while JAX traces."""
+    number = checks.as_integer(value)
+    if value is None or number is not None:
+        if number is not None and number < 0:
+            raise ValueError(
+                f"jax_ep.make_plan: expert_limit must be >= 0, found {number}"
+            )
+        return number, number
+    found = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
+            if jnp.iinfo(value.dtype).max > checks.INT32_MAX:
+                value = jnp.clip(value, 0, checks.INT32_MAX)
+            return value.astype(jnp.int32), None
+        found = f"{value.dtype}{list(value.shape)}"
+    raise TypeError(
+        "jax_ep.make_plan: expert_limit must be an integer, or an integer array of "
+        f"shape [], found {found}"
+    )
+
+
+def _limit(
+    expert_limit: int | jax.Array | None, fitting: int, most: int
+) -> int | jax.Array | None:
+    """Pairs that are kept at most; None where that is no limit."""
+    if expert_limit is None:
+        expert_limit = fitting
+    if isinstance(expert_limit, jax.Array):
+        return jnp.minimum(expert_limit, fitting)
+    limit = min(expert_limit, fitting)
+    return None if limit >= most else limit
+
+
+def _best_alignment(
+    comm: Communicator, expert_capacity: Any, drop_order: DropOrder
+) -> int:
     """What products want of groups, where S lets them have it."""
     checks.check_static("make_plan", "expert_capacity", expert_capacity)
+    if drop_order == "source" and expert_capacity is not None:
+        return 1  # Pads would take room from pairs.
     best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
     if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
         return 1
@@ -305,6 +410,14 @@ def _padded(num_pairs: int, local_experts: int, alignment: int) -> int:
     """
     pads = min(local_experts, num_pairs) * (alignment - 1)
     return (num_pairs + pads) // alignment * alignment
+
+
+def _fitting(expert_capacity: int, local_experts: int, alignment: int) -> int:
+    """The most pairs for which _padded is at most `expert_capacity`."""
+    number = expert_capacity - (local_experts - 1) * (alignment - 1)
+    if number >= local_experts:
+        return number
+    return expert_capacity // alignment
 
 
 def as_int32(topk_idx: jax.Array, num_experts: int) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 if TYPE_CHECKING:
+    from jax_ep._data.plan import Plan
     from jax_ep._data.ranks import Ranks
 
 
@@ -119,3 +120,23 @@ def check_small_integer(op: str, name: str, value: Any) -> int:
     if result > _MAXIMUM:
         raise ValueError(f"jax_ep.{op}: {name} must be <= {_MAXIMUM}, found {result}")
     return result
+
+
+# kMaxLocalExperts in cc/expert_layout.h.
+_MAX_LOCAL_EXPERTS = 2048
+
+
+def check_places(op: str, plan: Plan) -> None:
+    """Raises ValueError where the pairs of `plan` cannot be numbered."""
+    local_experts = plan.group_sizes.shape[0]
+    if local_experts > _MAX_LOCAL_EXPERTS:
+        raise ValueError(
+            f"jax_ep.{op}: a rank must own at most {_MAX_LOCAL_EXPERTS} experts, "
+            f"found {local_experts}"
+        )
+    places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment
+    if max(places, plan.expert_capacity) > INT32_MAX:
+        raise ValueError(
+            f"jax_ep.{op}: C * K and the pads must be below 2**31, found {places}; "
+            "give make_plan a smaller capacity"
+        )

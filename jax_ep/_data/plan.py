@@ -47,15 +47,24 @@ class Plan:
       overflow: bool[], num_demand > C: rows were dropped at their senders.
       recv_counts: i32[R], rows kept from each source rank.
       recv_topk_idx: i32[C, K], local expert ids of each row, -1 where the
-        k-th choice lives elsewhere or the slot is empty.
+        k-th choice lives elsewhere or the slot is empty, or where a drop_order or an
+        expert_limit dropped it.
       recv_src: i32[C], source rank * T + token, -1 where the slot is empty.
       expert_counts: i32[L], (row, k) pairs of each local expert among the
         rows kept; a duplicate id counts each time.
       group_sizes: i32[L], expert_counts rounded up to expert_alignment: the
         rows of each expert in the result of `permute`. With an expert_capacity
         that cannot hold them all, what fits of each group.
-      expert_demand: i32[], expert rows that were wanted, pads included.
-      expert_overflow: bool[], expert_demand > S: expert rows were dropped.
+      expert_demand: i32[], expert rows that were wanted of the rows kept, pads
+        included.
+      expert_overflow: bool[], expert rows were dropped: expert_demand > S, or more
+        pairs than drop_order and expert_limit leave.
+      expert_demand_counts: i32[L], (token, k) pairs of all ranks that name each local
+        expert, before any drop. Where rows can be dropped, with a capacity below
+        R * T or a node_capacity below T, reading it costs a reduce-scatter of a number
+        for each expert; else it is expert_counts.
+      dropped_pairs: i32[], how many of these pairs found no slot or no place and
+        contribute 0. Costs the same.
       node_demand: i32[], the most rows that this rank had for one other node.
       node_overflow: bool[], node_demand > node_capacity: rows were dropped before
         they crossed, which no field of their receivers counts.
@@ -76,6 +85,8 @@ class Plan:
     group_sizes: jax.Array
     expert_demand: jax.Array
     expert_overflow: jax.Array
+    expert_demand_counts: jax.Array
+    dropped_pairs: jax.Array
     node_demand: jax.Array
     node_overflow: jax.Array
     # i32[T, min(K, R), 2]: (rank, slot) of every row that this rank sends, in
