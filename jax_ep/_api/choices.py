@@ -76,8 +76,9 @@ def combine_choices(tree: Any, plan: Plan) -> Any:
 
     Cost, beside `unpermute` and `combine` of T * K rows: the pairs are numbered twice
     more, in integers, and a `combine` of 12 * K bytes a row tells each choice where
-    its row stands. Between nodes each row goes home with room for all K outputs, K
-    times the bytes of `combine`, and a lone -0.0 may come as 0.0.
+    its row stands. Between nodes, and of replicated tokens, each row goes home with
+    room for all K outputs, K times the bytes of `combine`, and a lone -0.0 may come as
+    0.0.
 
     Args:
       tree: a pytree of arrays [S, ...], as for `unpermute`.
@@ -100,7 +101,7 @@ def combine_choices(tree: Any, plan: Plan) -> Any:
             "jax_ep.combine_choices: R * T * K must be below 2**31, found "
             f"{plan.comm.num_ranks * plan.num_tokens * plan.top_k}"
         )
-    if plan._crossing is None:
+    if plan._crossing is None and plan.tokens == "split":
         choices = _plan_of_choices(plan)
         home = ops.combine(ops.unpermute(leaves, choices), choices)
         shape = (plan.num_tokens, plan.top_k)

@@ -12,6 +12,7 @@ from jax import lax
 from jax_ep._api import ops
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
+from jax_ep._operations import replicated
 from jax_ep._operations.fp8 import (
     FLOATS,
     Fp8Rows,
@@ -68,7 +69,7 @@ def dispatch_fp8(
         return _send(lax.stop_gradient(x), plan, block, scale)
     if isinstance(plan, Plan):
         # So that the cotangent's type is that of x.
-        x = make_varying(x, varying(x) | varying(plan._routes))
+        (x,) = replicated.own_copies([x], plan)
     return _straight_through(block, scale, x, plan)
 
 
@@ -82,13 +83,18 @@ def _straight_through(block, scale, x, plan):
     return dequantize_fp8(q, scales, block, x.dtype)
 
 
+def _home(cotangent, plan):
+    """Of replicated tokens this rank's terms: x was made this rank's own copy."""
+    return ops.combine(cotangent, plan, unreduced=plan.tokens == "replicated")
+
+
 def _forward(block, scale, x, plan):
     return _straight_through(block, scale, x, plan), plan
 
 
 def _backward(block, scale, plan, cotangent):
     del block, scale
-    return ops.combine(cotangent, plan), None
+    return _home(cotangent, plan), None
 
 
 _straight_through.defvjp(_forward, _backward)
@@ -96,7 +102,7 @@ _straight_through.defvjp(_forward, _backward)
 
 def dispatch_permute(x: jax.Array, others: Any, plan: Plan) -> tuple[Fp8Rows, Any]:
     """(permute(dispatch(x)) in FP8, dispatch(others)), as ops does in one launch."""
-    x = make_varying(x, varying(x) | varying(plan._routes))
+    (x,) = replicated.own_copies([x], plan)
     pair = quantize_fp8(lax.stop_gradient(x))
     (values, scales), received = ops._dispatch_permute(pair, others, plan)
     return Fp8Rows(values, scales, _carrier(x, plan)), received
@@ -115,7 +121,7 @@ def _carrier_forward(x, plan):
 
 def _carrier_backward(kept, cotangent):
     like, plan = kept
-    home = ops.combine(ops.unpermute(cotangent, plan), plan)
+    home = _home(ops.unpermute(cotangent, plan), plan)
     return home.astype(like.dtype), None
 
 

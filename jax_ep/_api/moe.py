@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._api import fp8_dispatch, ops
-from jax_ep._api.planning import DropOrder, make_plan
+from jax_ep._api.planning import DropOrder, Tokens, make_plan
 from jax_ep._data.plan import Plan
 from jax_ep._operations import fp8
 from jax_ep._setup.communicator import Communicator
@@ -33,6 +33,8 @@ def moe(
     node_capacity: int | None = None,
     drop_order: DropOrder = "expert",
     expert_limit: int | jax.Array | None = None,
+    tokens: Tokens = "split",
+    unreduced: bool = False,
     quantize: Literal["fp8"] | None = None,
 ) -> Any:
     """A mixture-of-experts layer. Collective over `comm`'s axis.
@@ -75,6 +77,11 @@ def moe(
       node_capacity: see `make_plan`.
       drop_order: see `make_plan`.
       expert_limit: see `make_plan`.
+      tokens: "replicated" where every rank has the same T tokens, as in decoding; see
+        `make_plan`. Every rank permutes the rows of its experts from its own copy, and
+        every rank gets all outputs, summed by jax.lax.psum.
+      unreduced: of replicated tokens, gives this rank's terms of the outputs and sums
+        nothing; see `combine`.
       quantize: "fp8": x, one array [T, H], travels as `quantize_fp8` makes it, half
         the bytes, and expert_fn gets `Fp8Rows`, which `gated_mlp` multiplies as they
         are. What expert_fn returns comes home as it is, of `gated_mlp` bfloat16.
@@ -102,8 +109,11 @@ def moe(
         node_capacity=node_capacity,
         drop_order=drop_order,
         expert_limit=expert_limit,
+        tokens=tokens,
     )
-    return moe_with_plan(x, topk_weights, expert_fn, plan, quantize=quantize)
+    return moe_with_plan(
+        x, topk_weights, expert_fn, plan, unreduced=unreduced, quantize=quantize
+    )
 
 
 def moe_with_plan(
@@ -112,6 +122,7 @@ def moe_with_plan(
     expert_fn: ExpertFn,
     plan: Plan,
     *,
+    unreduced: bool = False,
     quantize: Literal["fp8"] | None = None,
 ) -> Any:
     """`moe` with a plan at hand, whose demand and overflow can be looked at.
@@ -121,6 +132,7 @@ def moe_with_plan(
       topk_weights: as for `moe`.
       expert_fn: as for `moe`.
       plan: from `make_plan`, inside the same shard_map.
+      unreduced: as for `moe`.
       quantize: as for `moe`.
 
     Returns:
@@ -140,7 +152,8 @@ def moe_with_plan(
     send = ops._dispatch_permute if quantize is None else fp8_dispatch.dispatch_permute
     rows, weights = send(x, topk_weights, plan)
     outputs = _call(expert_fn, rows, plan)
-    return ops.combine(ops.unpermute(outputs, plan, weights), plan)
+    terms = ops.unpermute(outputs, plan, weights)
+    return ops.combine(terms, plan, unreduced=unreduced)
 
 
 def _checked_tokens(x: Any, quantize: str) -> jax.Array:

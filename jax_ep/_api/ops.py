@@ -18,6 +18,7 @@ from jax_ep._operations import (
     node_primitives,
     plan_dispatch_primitives,
     primitives,
+    replicated,
 )
 from jax_ep._operations.primitive_rules import SUMMABLE
 from jax_ep._setup.communicator import Communicator
@@ -148,7 +149,7 @@ def plan_dispatch(
     )
 
 
-def combine(tree: Any, plan: Plan) -> Any:
+def combine(tree: Any, plan: Plan, *, unreduced: bool = False) -> Any:
     """Brings rows back to their tokens and sums them over ranks.
 
     Per device, with `slot` from the plan::
@@ -162,10 +163,17 @@ def combine(tree: Any, plan: Plan) -> Any:
     for the payload of a NaN, and subnormal sums where the CPU flushes them).
     Tokens without a row get 0. Rows that were never sent are never read.
 
+    With a plan of replicated tokens every rank gets the sum of every token, by
+    jax.lax.psum, in float32 (float64 for float64 rows) and rounded once; the order of
+    its terms is XLA's. The result is the same on all ranks, also as JAX's types see it.
+
     Args:
       tree: a pytree of arrays [C, ...], C as in the plan; bfloat16, float16,
         float32, float64 or complex. Up to 16 leaves travel in one launch.
       plan: from `make_plan`, inside the same shard_map.
+      unreduced: of replicated tokens, gives this rank's terms and sums nothing: for
+        whoever adds more to them and sums then, or wants a part of the sums alone
+        (jax.lax.psum_scatter).
 
     Returns:
       The same tree with leaves [T, ...].
@@ -174,9 +182,17 @@ def combine(tree: Any, plan: Plan) -> Any:
       TypeError, ValueError: a bad argument, with the rule and what was found.
       RuntimeError: the plan's communicator is closed.
 
-    Derivative: linear in `tree`; its transpose is `dispatch` of the cotangents.
+    Derivative: linear in `tree`; its transpose is `dispatch` of the cotangents. Of
+    replicated tokens that of jax.lax.psum.
     """
     leaves, treedef = _checked_leaves("combine", tree, plan)
+    if unreduced:
+        if plan.tokens != "replicated":
+            raise ValueError(
+                "jax_ep.combine: unreduced terms are those of a plan of "
+                f"tokens='replicated', found a plan of tokens={plan.tokens!r}"
+            )
+        return treedef.unflatten(replicated.parts(leaves, plan))
     return treedef.unflatten(_moves(plan).combine(leaves, plan))
 
 
@@ -272,6 +288,12 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
 
 def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
     """(permute(dispatch(tree)), dispatch(others)), in one launch where that pays."""
+    if isinstance(plan, Plan) and plan.tokens == "replicated":
+        # A slot is a token, and of others than those here nothing is read.
+        leaves, treedef = _checked_leaves("dispatch", (tree, others), plan)
+        if plan.num_tokens > 0:
+            tree, others = treedef.unflatten(replicated.own_copies(leaves, plan))
+            return permute(tree, plan), others
     if (
         not isinstance(plan, Plan)
         or plan.comm.backend not in fused_primitives.BACKENDS
@@ -297,7 +319,9 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
 
 
 def _moves(plan: Plan) -> types.ModuleType:
-    """What moves the rows of `plan`: inside a node, or between nodes."""
+    """What moves the rows of `plan`: inside a node, between nodes, or nothing."""
+    if plan.tokens == "replicated":
+        return replicated
     return primitives if plan._crossing is None else node_primitives
 
 

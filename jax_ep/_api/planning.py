@@ -14,10 +14,17 @@ from jax_ep._data import checks
 from jax_ep._data.checks import MAX_TOP_K
 from jax_ep._data.plan import Plan
 from jax_ep._data.sizes import Defaults
-from jax_ep._operations import demand, node_plan, primitives, product_primitives
+from jax_ep._operations import (
+    demand,
+    node_plan,
+    primitives,
+    product_primitives,
+    replicated,
+)
 from jax_ep._setup.communicator import Communicator
 
 DropOrder = Literal["expert", "source"]
+Tokens = Literal["split", "replicated"]
 
 
 def make_plan(
@@ -32,6 +39,7 @@ def make_plan(
     node_capacity: int | None = None,
     drop_order: DropOrder = "expert",
     expert_limit: int | jax.Array | None = None,
+    tokens: Tokens = "split",
 ) -> Plan:
     """Decides who sends which row where. Collective over `comm`'s axis.
 
@@ -86,6 +94,13 @@ def make_plan(
         or an integer, from which a default of expert_capacity follows. None: as many
         as there is room for. Where it, or drop_order="source", can drop something, the
         pairs are numbered once more, in integers.
+      tokens: "split": every rank has tokens of its own. "replicated": every rank of
+        the group has the same T tokens and gives the same topk_idx, as in decoding
+        over ranks that share a batch. Then nothing travels: `dispatch` takes the rows
+        of this rank's experts from its own copy, C = T, slot t is token t, and
+        `combine` sums over ranks, so that every rank has all sums. Ids that differ
+        from rank to rank give sums of different tokens, and nobody notices. capacity
+        and node_capacity have to be None, and capacity_factor is of T * K pairs.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -105,6 +120,7 @@ def make_plan(
         node_capacity=node_capacity,
         drop_order=drop_order,
         expert_limit=expert_limit,
+        tokens=tokens,
     ).make()
 
 
@@ -131,6 +147,7 @@ class PlanRequest:
     drop_order: DropOrder
     limit: int | jax.Array | None
     defaults: Defaults
+    tokens: Tokens
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +170,8 @@ class PlanRequest:
 
         T is the same on all ranks; where it is 0 nobody has to ask.
         """
-        return self.comm.num_nodes > 1 and self.num_tokens > 0
+        travel = self.tokens == "split" and self.num_tokens > 0
+        return self.comm.num_nodes > 1 and travel
 
     def make(self) -> Plan:
         """Asks the other ranks."""
@@ -162,7 +180,8 @@ class PlanRequest:
                 self.ids, **self.sizes, node_capacity=self.node_capacity
             )
             return self._plan(arrays, crossing)
-        return self.inside_a_node(primitives.plan(self.ids, **self.sizes))
+        makes = replicated if self.tokens == "replicated" else primitives
+        return self.inside_a_node(makes.plan(self.ids, **self.sizes))
 
     def inside_a_node(self, arrays: dict[str, jax.Array]) -> Plan:
         """The plan that consists of `arrays`, as primitives.plan returns them."""
@@ -196,6 +215,7 @@ class PlanRequest:
             expert_capacity=self.expert_capacity,
             node_capacity=self.node_capacity,
             defaults=self.defaults,
+            tokens=self.tokens,
         )
         if self.limit is None:
             return plan
@@ -205,7 +225,7 @@ class PlanRequest:
     @property
     def _drops_rows(self) -> bool:
         """Whether pairs can be lost before their experts are asked."""
-        all_rows = self.comm.num_ranks * self.num_tokens
+        all_rows = _sources(self.comm, self.tokens) * self.num_tokens
         between_nodes = self.between_nodes and self.node_capacity < self.num_tokens
         return self.capacity < all_rows or between_nodes
 
@@ -222,6 +242,7 @@ def check_request(
     node_capacity: int | None,
     drop_order: DropOrder,
     expert_limit: int | jax.Array | None,
+    tokens: Tokens = "split",
 ) -> PlanRequest:
     """Checks the arguments of `make_plan` and fills in what follows from others."""
     if not isinstance(comm, Communicator):
@@ -244,7 +265,11 @@ def check_request(
         )
     num_tokens, top_k = topk_idx.shape
     num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
-    _check_drop_order(drop_order)
+    _check_choice("drop_order", drop_order, DropOrder)
+    _check_choice("tokens", tokens, Tokens)
+    if tokens == "replicated":
+        _check_no_travel(capacity=capacity, node_capacity=node_capacity)
+        capacity = max(1, num_tokens)
     expert_limit, most_kept = _checked_limit(expert_limit)
     if expert_alignment is None:
         expert_alignment = _best_alignment(comm, expert_capacity, drop_order)
@@ -257,12 +282,12 @@ def check_request(
         capacity,
         most_kept if expert_capacity is None else expert_capacity,
         node_capacity,
+        tokens,
     )
-    pairs = _balanced_pairs(
-        capacity_factor, comm.num_ranks * num_tokens * top_k, comm, num_experts
-    )
+    num_rows = _sources(comm, tokens) * num_tokens
+    pairs = _balanced_pairs(capacity_factor, num_rows * top_k, comm, num_experts)
     if capacity is None:
-        capacity = max(1, min(comm.num_ranks * num_tokens, pairs))
+        capacity = max(1, min(num_rows, pairs))
     capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
     # Slots and token ids are int32; no real buffer comes near.
     if max(capacity, comm.num_ranks * num_tokens) > checks.INT32_MAX:
@@ -271,7 +296,7 @@ def check_request(
             f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
         )
     local_experts = -(-num_experts // comm.num_ranks)
-    most = min(capacity, max(1, comm.num_ranks * num_tokens)) * top_k
+    most = min(capacity, max(1, num_rows)) * top_k
     worst_case = _padded(most, local_experts, expert_alignment)
     # Pairs that fit, however they fall on the experts.
     fitting = most if capacity_factor is None else max(1, min(most, pairs))
@@ -296,6 +321,7 @@ def check_request(
         drop_order=drop_order,
         limit=_limit(expert_limit, fitting if drop_order == "source" else most, most),
         defaults=defaults,
+        tokens=tokens,
     )
 
 
@@ -310,12 +336,27 @@ def _checked_expert_capacity(value: Any, alignment: int) -> int:
     return value
 
 
-def _check_drop_order(value: Any) -> None:
-    if value not in get_args(DropOrder):
+def _sources(comm: Communicator, tokens: Tokens) -> int:
+    """Ranks whose tokens may come to a rank."""
+    return comm.num_ranks if tokens == "split" else 1
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    first, second = get_args(choices)
+    if value not in (first, second):
         raise ValueError(
-            "jax_ep.make_plan: drop_order must be 'expert' or 'source', found "
-            f"{value!r}"
+            f"jax_ep.make_plan: {name} must be {first!r} or {second!r}, found {value!r}"
         )
+
+
+def _check_no_travel(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if value is not None:
+            raise ValueError(
+                "jax_ep.make_plan: with tokens='replicated' no row travels and "
+                f"{name} must be None, found {value!r}; expert_capacity, "
+                "capacity_factor and expert_limit bound expert rows"
+            )
 
 
 def _checked_limit(value: Any) -> tuple[Any, int | None]:
@@ -371,12 +412,13 @@ def _defaults(
     capacity: int | None,
     expert_capacity: int | None,
     node_capacity: int | None,
+    tokens: Tokens,
 ) -> Defaults:
     """Which of the capacities nobody chose."""
     given = {}
     if factor is None:
         given |= {"capacity": capacity, "expert_capacity": expert_capacity}
-    if comm.num_nodes > 1:
+    if comm.num_nodes > 1 and tokens == "split":
         given["node_capacity"] = node_capacity
     return Defaults(name for name, size in given.items() if size is None)
 

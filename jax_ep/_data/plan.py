@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -73,6 +73,8 @@ class Plan:
       expert_capacity: S, rows in the result of `permute`.
       node_capacity: rows that a rank can send to another node.
       defaults: which of the three capacities nobody chose.
+      tokens: "split" or "replicated", see `make_plan`. Where they are replicated a slot
+        is a token: those in use are those with recv_src >= 0, not the first num_recv.
     """
 
     num_recv: jax.Array
@@ -103,6 +105,9 @@ class Plan:
     expert_capacity: int = dataclasses.field(metadata={"static": True})
     node_capacity: int = dataclasses.field(metadata={"static": True})
     defaults: Defaults = dataclasses.field(metadata={"static": True})
+    tokens: Literal["split", "replicated"] = dataclasses.field(
+        metadata={"static": True}
+    )
 
     def describe(self, tree: Any = ()) -> dict[str, Any]:
         """The plan's sizes, and what they come to in bytes, as a dict.

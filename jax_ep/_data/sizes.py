@@ -43,7 +43,7 @@ def num_rows(plan: Any) -> dict[str, int]:
     """
     rows = {"capacity": plan.capacity, "expert_capacity": plan.expert_capacity}
     others = plan.comm.num_nodes - 1
-    if others:
+    if others and plan.tokens == "split":
         rows["node_capacity"] = plan.num_tokens + others * plan.node_capacity
     return rows
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import PartitionSpec as P
 
-from jax_ep._operations import node_primitives, primitives
+from jax_ep._operations import node_primitives, primitives, replicated
 from jax_ep._operations.primitive_rules import (
     define,
     each_element,
@@ -63,11 +64,18 @@ class _Operation:
     other: Callable[[], _Operation]
 
 
+def _in_one_step(plan: Plan) -> types.ModuleType | None:
+    """What does it all in the start: between nodes, and where nothing travels."""
+    if plan.tokens == "replicated":
+        return replicated
+    return None if plan._crossing is None else node_primitives
+
+
 def start(op: str, leaves: Sequence[jax.Array], plan: Plan):
     """Binds ep_<op>_start: (arriving, departing, signal). No leaf is empty."""
-    if plan._crossing is not None:
-        # Between nodes the start does it all.
-        arrived = getattr(node_primitives, op)(leaves, plan)
+    whole = _in_one_step(plan)
+    if whole is not None:
+        arrived = getattr(whole, op)(leaves, plan)
         return arrived, leaves, jnp.zeros_like(plan._routes, np.float32, ())
     routing, leaves = primitives.varying_operands(leaves, plan)
     outputs = _OPERATIONS[op].start().bind(*routing, *leaves, **primitives.sizes(plan))
@@ -83,7 +91,7 @@ def done(
     plan: Plan,
 ) -> list[jax.Array]:
     """Binds ep_<op>_done: the rows that have arrived."""
-    if plan._crossing is not None:
+    if _in_one_step(plan) is not None:
         return list(arriving)
     routing, _ = primitives.varying_operands((), plan)
     operands = *routing, *arriving, *departing, signal
