@@ -28,6 +28,7 @@ from jax_ep._operations.fp8 import (
     quantize_weights,
 )
 from jax_ep._setup.communicator import Communicator
+from jax_ep._setup.context import communicator
 from jax_ep._setup.low_latency_buffer import LowLatencyBuffer
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "combine_choices",
     "combine_done",
     "combine_start",
+    "communicator",
     "dequantize_fp8",
     "dispatch",
     "dispatch_done",

@@ -33,8 +33,9 @@ def check_open(comm: Ranks, op: str) -> None:
 def check_inside_shard_map(comm: Ranks, op: str) -> None:
     """Raises ValueError unless tracing inside shard_map over comm's mesh.
 
-    Every axis has to be manual: around a call that leaves an axis to the
-    compiler XLA gathers the operands without a word.
+    Its axes may stand in another order. All of more than one device have to be manual:
+    around a call that leaves one to the compiler XLA gathers the operands without a
+    word.
     """
     mesh = jax.sharding.get_abstract_mesh()
     wanted = dict(comm.mesh.shape)
@@ -45,25 +46,28 @@ def check_inside_shard_map(comm: Ranks, op: str) -> None:
             f"communicator's mesh {wanted}; found no manual mesh axis here"
         )
     found = dict(mesh.shape)
-    # In order: with the axes swapped, ranks would be other devices.
-    if list(found.items()) != list(wanted.items()):
+    if found != wanted:
         raise ValueError(
             f"jax_ep.{op}: the surrounding shard_map must use the "
             f"communicator's mesh {wanted}, found {found}"
         )
+    types = {axis: t for axis, t in types.items() if found[axis] > 1}
     automatic = [a for a, t in types.items() if t == AxisType.Auto]
     if automatic:
         raise ValueError(
-            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
-            f"shard_map, found {automatic} left to the compiler; leave out "
-            "axis_names= or name all axes"
+            f"jax_ep.{op}: every mesh axis of more than one device must be manual in "
+            f"the surrounding shard_map, found {automatic} left to the compiler. Make "
+            "them manual where jax_ep is called, with a shard_map inside that one: "
+            "jax.shard_map(layer, in_specs=..., out_specs=..., "
+            f"axis_names={set(automatic)}), whose specs name these axes alone; or "
+            "leave out axis_names= of the surrounding one"
         )
     explicit = [a for a, t in types.items() if t == AxisType.Explicit]
     if explicit:
         # JAX's vmap takes them out of shard_map's default for axis_names.
         raise ValueError(
-            f"jax_ep.{op}: every mesh axis must be manual in the surrounding "
-            f"shard_map, found Explicit {explicit} left out. jax.vmap over a batch "
+            f"jax_ep.{op}: every mesh axis of more than one device must be manual in "
+            f"the surrounding shard_map, found Explicit {explicit} left out. jax.vmap over a batch "
             "that is split over an Explicit axis leaves it out: call jax.vmap inside "
             "shard_map, whose specs then name the axis for the batch, or make the "
             f"axis Auto and call jax.vmap(..., spmd_axis_name={explicit[0]!r}). "

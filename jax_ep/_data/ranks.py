@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -26,7 +27,7 @@ class Part:
     id: int
     backend: str
     mesh: jax.sharding.Mesh
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     num_ranks: int
 
     def __repr__(self) -> str:
@@ -42,7 +43,7 @@ class Ranks(Protocol):
     id: int
     backend: str
     mesh: jax.sharding.Mesh
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     num_ranks: int
     node_size: int
     processes: tuple[int, ...]
@@ -62,6 +63,37 @@ class Ranks(Protocol):
     def closed(self) -> bool:
         """Whether close() was called."""
         ...
+
+
+def named_axes(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that a communicator's `axis_name` names, in their order."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def collective_axes(comm: Ranks | Part) -> tuple[str, ...]:
+    """The axes over which ranks talk: those of more than one device.
+
+    The others count for nothing in a rank, and need not be manual.
+    """
+    return tuple(a for a in named_axes(comm.axis_name) if comm.mesh.shape[a] > 1)
+
+
+def position_axes(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...]:
+    """All axes of a mesh, in the order in which devices' positions count them.
+
+    It is the mesh's own order where ranks are equally far apart in it, which is where
+    `axes` stand there one after the other; else `axes` come behind all others.
+
+    Args:
+      sizes: of the mesh's axes, in its order.
+      axes: the communicator's.
+    """
+    long = [a for a in sizes if sizes[a] > 1]
+    ours = [a for a in axes if sizes[a] > 1]
+    first = long.index(ours[0]) if ours else 0
+    if long[first : first + len(ours)] == ours:
+        return tuple(sizes)
+    return (*(a for a in sizes if a not in axes), *axes)
 
 
 class Buffer(Protocol):

@@ -37,6 +37,7 @@ from jax_ep._operations.primitive_rules import (
     has_elements,
     integers_jvp,
     make_varying,
+    rank_axes,
     sum_dtype,
     varying,
     zero_tangent,
@@ -59,7 +60,7 @@ def expert_rows(plan: Plan) -> tuple[jax.Array, jax.Array]:
 
     permute and unpermute of one plan each bind it; XLA merges equal calls.
     """
-    axes = varying(plan.recv_topk_idx) | {plan.comm.axis_name}
+    axes = varying(plan.recv_topk_idx) | rank_axes(plan.comm)
     places, ranges = expert_rows_p.bind(
         make_varying(plan.recv_topk_idx, axes),
         backend=plan.comm.backend,

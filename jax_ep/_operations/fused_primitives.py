@@ -31,6 +31,7 @@ from jax_ep._operations.primitive_rules import (
     define,
     launches,
     make_varying,
+    rank_axes,
     varying,
     without_travel,
     zero_tangent,
@@ -64,7 +65,7 @@ def dispatch_permute(
         *(plan._routes, plan.num_recv, plan.recv_src, plan.recv_counts),
         *expert_primitives.expert_rows(plan),
     )
-    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
+    axes = rank_axes(plan.comm).union(*map(varying, routing))
     routing = tuple(make_varying(a, axes) for a in routing)
     sizes = primitives.sizes(plan) | {"expert_capacity": plan.expert_capacity}
     # As bind_rows does, but a call holds leaves of two kinds, grouped ones first.

@@ -19,10 +19,12 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
+from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import primitives, xla_backend
 from jax_ep._operations.primitive_rules import (
     define,
     make_varying,
+    rank_axes,
     varying,
     zero_tangent,
 )
@@ -83,7 +85,7 @@ def combine(
 
 
 def _varying(operands, buffer):
-    axes = frozenset({buffer.comm.axis_name}).union(*map(varying, operands))
+    axes = rank_axes(buffer.comm).union(*map(varying, operands))
     return [make_varying(a, axes) for a in operands]
 
 
@@ -155,7 +157,7 @@ def _call(ctx, target, operands, buffer, **attributes):
 
 def _sizes(buffer):
     return {
-        "axis_name": buffer.comm.axis_name,
+        "axis_name": collective_axes(buffer.comm),
         "num_ranks": buffer.comm.num_ranks,
         "num_experts": buffer.num_experts,
         "max_tokens": buffer.max_tokens,

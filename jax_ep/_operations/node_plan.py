@@ -26,8 +26,9 @@ import numpy as np
 from jax import lax
 
 from jax_ep._data.plan import Crossing
+from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import node_primitives, primitives, xla_backend
-from jax_ep._operations.primitive_rules import make_varying, varying
+from jax_ep._operations.primitive_rules import make_varying, rank_axes, varying
 
 if TYPE_CHECKING:
     from jax_ep._data.ranks import Ranks
@@ -47,9 +48,9 @@ def plan(
 ) -> tuple[dict[str, jax.Array], Crossing]:
     """Plan's array fields by name, and how rows cross."""
     num_tokens, top_k = topk_idx.shape
-    axes = varying(topk_idx) | {comm.axis_name}
+    axes = varying(topk_idx) | rank_axes(comm)
     layout = _Wire(comm, num_tokens, node_capacity)
-    node, local = divmod(lax.axis_index(comm.axis_name), comm.node_size)
+    node, local = divmod(lax.axis_index(collective_axes(comm)), comm.node_size)
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     ids = jnp.where(valid, topk_idx, -1)
     local_experts = -(-num_experts // comm.num_ranks)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from jax_ep._data.ranks import collective_axes
 from jax_ep._data.sizes import row_bytes
 from jax_ep._operations import primitives
 from jax_ep._operations.primitive_rules import (
@@ -76,7 +77,7 @@ def _exchange_over_rail(rows, *, comm: Ranks):
     num_rows = rows.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     distance = row // (num_rows // (comm.num_nodes - 1)) + 1
-    node = lax.axis_index(comm.axis_name) // comm.node_size
+    node = lax.axis_index(collective_axes(comm)) // comm.node_size
     routes = jnp.stack([(node + distance) % comm.num_nodes, row], axis=-1)
     axes = varying(rows)
     return primitives.dispatch_p.bind(
@@ -96,7 +97,7 @@ def _two_steps(routing, comm, sizes):
     num_tokens, num_wire_rows = sizes["num_tokens"], routes.shape[0]
     block = (num_wire_rows - num_tokens) // (comm.num_nodes - 1)
     distance = jnp.where(places < num_tokens, 0, (places - num_tokens) // block + 1)
-    node = lax.axis_index(comm.axis_name) // comm.node_size
+    node = lax.axis_index(collective_axes(comm)) // comm.node_size
     node = jnp.where(places < 0, -1, (node + distance) % comm.num_nodes)
     full = jnp.full_like(num_recv, num_wire_rows)
     # Nothing reads sources on the CPU.

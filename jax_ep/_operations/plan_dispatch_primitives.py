@@ -25,6 +25,7 @@ from jax_ep._operations.primitive_rules import (
     each_element,
     folded,
     make_varying,
+    rank_axes,
     varying,
     zero_tangent,
 )
@@ -52,7 +53,7 @@ def plan_dispatch(
         "capacity": capacity,
         "expert_alignment": expert_alignment,
     }
-    axes = varying(topk_idx) | {comm.axis_name}
+    axes = varying(topk_idx) | rank_axes(comm)
     topk_idx = make_varying(topk_idx, axes)
     leaves = [make_varying(leaf, axes | varying(leaf)) for leaf in leaves]
     fields: list[jax.Array] = []

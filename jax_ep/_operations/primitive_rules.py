@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jax_ep._data import native
+from jax_ep._data.ranks import named_axes
+
+if TYPE_CHECKING:
+    from jax_ep._data.ranks import Ranks
 
 # Leaves that one launch carries: kMaxLeaves in cc/layout.h.
 MAX_LEAVES = 16
@@ -41,6 +45,12 @@ def sum_dtype(dtype: Any) -> np.dtype:
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which x varies; empty where check_vma is off."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def rank_axes(comm: Ranks) -> frozenset[str]:
+    """The communicator's axes that are manual here: one of size 1 need not be."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(named_axes(comm.axis_name)) & frozenset(mesh.manual_axes)
 
 
 def make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_ep._data import native
+from jax_ep._data.ranks import collective_axes, named_axes, position_axes
 from jax_ep._operations import xla_backend
 from jax_ep._operations.primitive_rules import (
     SUMMABLE,
@@ -31,6 +33,7 @@ from jax_ep._operations.primitive_rules import (
     ffi_call,
     integers_jvp,
     make_varying,
+    rank_axes,
     varying,
     zero_tangent,
 )
@@ -65,7 +68,7 @@ def plan(
     expert_alignment: int,
 ) -> dict[str, jax.Array]:
     """Binds ep_plan; returns Plan's array fields by name."""
-    axes = varying(topk_idx) | {comm.axis_name}
+    axes = varying(topk_idx) | rank_axes(comm)
     outputs = plan_p.bind(
         make_varying(topk_idx, axes),
         comm=comm,
@@ -103,7 +106,7 @@ def varying_operands(
     `more` are further routing operands.
     """
     routing = (plan._routes, plan.num_recv, plan.recv_src, *more)
-    axes = frozenset({plan.comm.axis_name}).union(*map(varying, routing))
+    axes = rank_axes(plan.comm).union(*map(varying, routing))
     # Each leaf varies at least as the routing does, so that a result's type is
     # its leaf's and the transpose gives the cotangent the type JAX expects.
     return (
@@ -178,7 +181,9 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Ranks) -> None:
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh):
         return
-    if not np.array_equal(mesh.devices, comm.mesh.devices):
+    # Axes may stand in another order: then each device's coordinates count.
+    order = [mesh.axis_names.index(axis) for axis in comm.mesh.axis_names]
+    if not np.array_equal(np.transpose(mesh.devices, order), comm.mesh.devices):
         raise ValueError(
             "jax_ep: the surrounding shard_map must use the communicator's "
             f"mesh, found another order of devices: {_ids(mesh)} instead of "
@@ -190,15 +195,29 @@ def _ids(mesh: jax.sharding.Mesh) -> list:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
-def _position() -> tuple[Any, Any]:
+def _position(ctx: mlir.LoweringRuleContext, comm: Ranks) -> tuple[Any, Any]:
     """This device's position on the program's mesh, u32[], and its abstract value.
 
-    Every axis of the mesh is manual and in the order of the communicator's (checks.py
-    saw to that): then it is what XLA calls the partition's number. XLA makes one of
-    all of a computation's, without a kernel.
+    Every axis of more than one device is manual (checks.py saw to that). Where they
+    stand in the order in which positions count them, it is what XLA calls the
+    partition's number. XLA makes one of all of a computation's, without a kernel.
+    Else it is a sum of coordinates.
     """
     aval = jax.core.ShapedArray((), np.dtype(np.uint32))
-    return stablehlo.partition_id(), aval
+    sizes = comm.mesh.shape
+    counted = [a for a in position_axes(sizes, named_axes(comm.axis_name))
+               if sizes[a] > 1]
+    here = [a for a in jax.sharding.get_abstract_mesh().axis_names if sizes[a] > 1]
+    if here == counted:
+        return stablehlo.partition_id(), aval
+
+    def position():
+        return [lax.axis_index(tuple(counted)).astype(np.uint32)]
+
+    (value,) = mlir.lower_fun(position, multiple_results=True)(
+        ctx.replace(avals_in=[], avals_out=[aval])
+    )
+    return value, aval
 
 
 # Call sites of each module that is lowered, by communicator and kind of slot.
@@ -243,7 +262,7 @@ def communicator_call(
     (native.host if comm.backend == "cpu" else native.cuda)().begin_program()
     if slot is not None:
         attributes["site"] = _site_number(ctx, comm, slot)
-    position, aval = _position()
+    position, aval = _position(ctx, comm)
     return ffi_call(
         ctx,
         target,
@@ -277,7 +296,7 @@ def _plan_lowering(ctx, topk_idx, *, comm, num_experts, capacity, expert_alignme
     if _is_plain(comm, ctx.avals_in[0].shape[0]):
         xla_plan = functools.partial(
             xla_backend.plan,
-            axis_name=comm.axis_name,
+            axis_name=collective_axes(comm),
             num_ranks=comm.num_ranks,
             num_experts=num_experts,
             capacity=capacity,
@@ -302,7 +321,7 @@ def _dispatch_lowering(ctx, *operands, comm, num_tokens, **_):
     if _is_plain(comm, num_tokens):
         xla_dispatch = functools.partial(
             xla_backend.dispatch,
-            axis_name=comm.axis_name,
+            axis_name=collective_axes(comm),
             num_ranks=comm.num_ranks,
         )
         return mlir.lower_fun(xla_dispatch, multiple_results=True)(ctx, *operands)
@@ -321,7 +340,7 @@ def _combine_lowering(ctx, *operands, comm, num_tokens, **_):
     if _is_plain(comm, num_tokens):
         xla_combine = functools.partial(
             xla_backend.combine,
-            axis_name=comm.axis_name,
+            axis_name=collective_axes(comm),
             num_ranks=comm.num_ranks,
             num_tokens=num_tokens,
         )

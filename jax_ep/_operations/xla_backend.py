@@ -12,11 +12,14 @@ from jax import lax
 
 from jax_ep._operations.primitive_rules import sum_dtype
 
+# Axes over which ranks count row-major; none where there is one rank.
+Axes = tuple[str, ...]
+
 
 def plan(
     topk_idx: jax.Array,
     *,
-    axis_name: str,
+    axis_name: Axes,
     num_ranks: int,
     num_experts: int,
     capacity: int,
@@ -27,7 +30,7 @@ def plan(
     local_experts = -(-num_experts // num_ranks)
     if num_tokens == 0:
         return _plan_of_nothing(num_ranks, top_k, local_experts, capacity)
-    rank = lax.axis_index(axis_name)
+    rank = _rank(axis_name)
     ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
     owner = jnp.where((ids >= 0) & (ids < num_experts), ids // local_experts, num_ranks)
     # sent[i, r]: row i = (source rank, token) goes to rank r.
@@ -124,7 +127,18 @@ def _gather_rows(rows, axis_name, num_ranks):
     """Rows of all ranks; collectives refuse arrays without elements."""
     if rows.size == 0:
         return jnp.zeros((num_ranks * rows.shape[0], *rows.shape[1:]), rows.dtype)
-    return lax.all_gather(rows, axis_name, tiled=True)
+    return lax.all_gather(rows, axis_name, tiled=True) if axis_name else rows
+
+
+def _to_each(parts, axis_name):
+    """The parts [R, ...] that all ranks have for this one, in the order of ranks."""
+    if not axis_name:
+        return parts
+    return lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0)
+
+
+def _rank(axis_name):
+    return lax.axis_index(axis_name) if axis_name else jnp.int32(0)
 
 
 def _as_bits(x):
@@ -147,7 +161,7 @@ def _from_bits(bits, dtype):
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def dispatch(routes, num_recv, recv_src, *leaves, axis_name: str, num_ranks: int):
+def dispatch(routes, num_recv, recv_src, *leaves, axis_name: Axes, num_ranks: int):
     """ep_dispatch: gathers every rank's rows, keeps those that came here."""
     del routes, num_recv
     return [
@@ -160,7 +174,7 @@ def dispatch(routes, num_recv, recv_src, *leaves, axis_name: str, num_ranks: int
 
 
 def combine(
-    routes, num_recv, recv_src, *leaves, axis_name: str, num_ranks: int, num_tokens: int
+    routes, num_recv, recv_src, *leaves, axis_name: Axes, num_ranks: int, num_tokens: int
 ):
     """ep_combine: returns each row to its (source rank, token), then adds."""
     del num_recv
@@ -179,7 +193,7 @@ def combine(
             .set(bits, mode="drop")
             .reshape(num_ranks, num_tokens, *bits.shape[1:])
         )
-        terms = lax.all_to_all(home, axis_name, split_axis=0, concat_axis=0)
+        terms = _to_each(home, axis_name)
         terms = _from_bits(terms, y.dtype)
         results.append(_sum_in_order(terms, routed, y.dtype))
     return results
@@ -283,7 +297,7 @@ def low_latency_dispatch(
     topk_idx,
     weights,
     *leaves,
-    axis_name: str,
+    axis_name: Axes,
     num_ranks: int,
     num_experts: int,
     max_tokens: int,
@@ -293,7 +307,7 @@ def low_latency_dispatch(
     num_tokens, top_k = topk_idx.shape
     local_experts = -(-num_experts // num_ranks)
     ids = _gather_rows(topk_idx, axis_name, num_ranks)  # [R * T, K]
-    rank = lax.axis_index(axis_name)
+    rank = _rank(axis_name)
     valid = (ids >= 0) & (ids < num_experts) & (ids // local_experts == rank)
     local = jnp.where(valid, ids - rank * local_experts, -1)
 
@@ -350,7 +364,7 @@ def low_latency_combine(
     places,
     y,
     *,
-    axis_name: str,
+    axis_name: Axes,
     num_ranks: int,
     num_experts: int,
     max_tokens: int,
@@ -377,7 +391,7 @@ def low_latency_combine(
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     owner = jnp.where(valid, topk_idx // local_experts, -1)
     routed = _named(owner, num_ranks)  # [T, R]
-    home = lax.all_to_all(_as_bits(sums), axis_name, split_axis=0, concat_axis=0)
+    home = _to_each(_as_bits(sums), axis_name)
     return [_sum_in_order(_from_bits(home, y.dtype), routed, y.dtype)]
 
 

@@ -56,7 +56,7 @@ class Job:
     """
 
     mesh: jax.sharding.Mesh
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     groups: reach.Groups
     mesh_places: MeshPlaces
     settings: Settings

@@ -1,4 +1,4 @@
-"""Communicator: the ranks along one mesh axis and how they reach each other."""
+"""Communicator: the ranks along mesh axes and how they reach each other."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
-from jax_ep._data import checks
 from jax_ep._setup import backends, bootstrap, topology
 from jax_ep._setup.held import Held
-
-# kMaxRanks in cc/layout.h bounds ranks of a node, and nodes, each.
-_MAX_RANKS = 1024
-# A wait inside an operation that takes longer says so on stderr.
-_WARN_AFTER_S = 30.0
+from jax_ep._setup.request import Request
 
 
 class Communicator(Held):
-    """The ranks along one mesh axis, set up once, outside jit.
+    """The ranks along one mesh axis or several, set up once, outside jit.
 
     Eager and collective: every process creates (and closes) its communicators
     in the same order. Several live side by side, on other axes and meshes too.
@@ -27,10 +21,17 @@ class Communicator(Held):
     of the others, and only members of a group talk. Nothing is sized by tokens
     or hidden size here.
 
+    Two that are open are equal, and hash alike, where mesh, axes and options are,
+    so what was traced with one serves the other. As an attribute of a module or a
+    static argument it does not make JAX trace again. `jax_ep.communicator` gives
+    the same object for the same arguments.
+
     Attributes:
       mesh: the jax.sharding.Mesh.
-      axis_name: the axis whose devices are the ranks.
-      num_ranks: R, the axis's size.
+      axis_name: the axis whose devices are the ranks, or a tuple of axes: then
+        ranks are row-major over them in the tuple's order, as
+        `PartitionSpec(axis_name)` shards and `jax.lax.axis_index` counts.
+      num_ranks: R, the axis's size, or the product of their sizes.
       num_nodes: N. A node is ranks that reach each other's memory; rank =
         node * node_size + local index there. Rows cross to a node once.
       node_size: ranks of a node, R / N.
@@ -45,7 +46,7 @@ class Communicator(Held):
     def __init__(
         self,
         mesh: jax.sharding.Mesh,
-        axis_name: str,
+        axis_name: str | tuple[str, ...],
         *,
         backend: str | None = None,
         num_sms: int | None = None,
@@ -59,7 +60,8 @@ class Communicator(Held):
 
         Args:
           mesh: with Auto or Explicit axes.
-          axis_name: one axis of the mesh; at most 96 ranks of a node, 1024 in all.
+          axis_name: one axis of the mesh, or a tuple of different ones; at most 96
+            ranks of a node, 1024 in all.
           backend: "cuda", "cpu" or "xla". None takes cuda where all pairs of
             GPUs can reach each other, cpu on CPU devices, else xla, and warns
             why it fell back.
@@ -98,9 +100,10 @@ class Communicator(Held):
           RuntimeError: the named backend cannot work here, with the reason; or
             a process did not come.
         """
-        _check_mesh(mesh, axis_name, backend)
-        settings = _settings(
-            mesh.shape[axis_name],
+        request = Request.of(
+            mesh,
+            axis_name,
+            backend=backend,
             num_sms=num_sms,
             num_channels=num_channels,
             staging_bytes=staging_bytes,
@@ -108,18 +111,19 @@ class Communicator(Held):
             setup_timeout_s=setup_timeout_s,
             node_size=node_size,
         )
-        groups = _groups(mesh, axis_name)
+        settings = request.settings
+        groups = topology.mesh_groups(mesh, request.axes)
         processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         peers = _peers(processes, groups, settings.setup_timeout_s)
-        places = topology.mesh_places(mesh, axis_name)
-        job = backends.Job(mesh, axis_name, groups, places, settings, peers)
+        places = topology.mesh_places(mesh, request.axes)
+        job = backends.Job(mesh, request.axis_name, groups, places, settings, peers)
         with bootstrap.all_or_none(peers):
             if peers is not None:
                 arguments = peers.gather("arguments", _arguments(job, backend))
                 bootstrap.compare_arguments(arguments, peers.name)
             made = backends.set_up(job, backend)
         self.mesh = mesh
-        self.axis_name = axis_name
+        self.axis_name = request.axis_name
         self.num_ranks = job.num_ranks
         self.node_size = made.nodes.size
         self.backend = made.backend.name
@@ -132,7 +136,22 @@ class Communicator(Held):
         self._node, self._rail = made.node, made.rail
         self._num_channels = settings.num_channels
         self._peers = peers
+        self._like = request.found(made.backend.name, made.nodes.size)
         self._hold(made.release)
+
+    # An open one is never equal to a closed one: what was traced with that would ask
+    # for what it gave back. The hash stays, as containers want.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Communicator):
+            return NotImplemented
+        return self is other or (
+            self._like == other._like
+            and self._pid == other._pid
+            and not (self.closed or other.closed)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._like)
 
     @property
     def num_nodes(self) -> int:
@@ -214,76 +233,6 @@ class Communicator(Held):
         )
 
 
-def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> list[list[jax.Device]]:
-    """Devices by [group][rank]; groups in row-major order of the other axes."""
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
-    return devices.reshape(-1, devices.shape[-1]).tolist()
-
-
-def _check_mesh(mesh: Any, axis_name: Any, backend: Any) -> None:
-    where = "jax_ep.Communicator"
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(
-            f"{where}: mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}"
-        )
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"{where}: axis_name must be one of the mesh's axes {mesh.axis_names}, "
-            f"found {axis_name!r}"
-        )
-    names = tuple(backends.BACKENDS)
-    if backend is not None and backend not in names:
-        raise ValueError(
-            f"{where}: backend must be one of {names} or None, found {backend!r}"
-        )
-    if mesh.shape[axis_name] > _MAX_RANKS:
-        raise ValueError(
-            f"{where}: axis {axis_name!r} must have at most {_MAX_RANKS} devices, "
-            f"found {mesh.shape[axis_name]}"
-        )
-
-
-def _settings(
-    num_ranks: int,
-    *,
-    num_sms: Any,
-    num_channels: Any,
-    staging_bytes: Any,
-    timeout_s: Any,
-    setup_timeout_s: Any,
-    node_size: Any,
-) -> backends.Settings:
-    where = "jax_ep.Communicator"
-    node_size = topology.check_node_size(node_size, num_ranks)
-    counts = {}
-    for name, value in (("num_sms", num_sms), ("num_channels", num_channels)):
-        counts[name] = _as_count(value)
-        if value is not None and counts[name] is None:
-            raise ValueError(
-                f"{where}: {name} must be an integer >= 1 or None, found {value!r}"
-            )
-    size = _as_count(staging_bytes)
-    if size is None:
-        raise ValueError(
-            f"{where}: staging_bytes must be an integer >= 1, found {staging_bytes!r}"
-        )
-    limits = {"timeout_s": timeout_s, "setup_timeout_s": setup_timeout_s}
-    for name, seconds in limits.items():
-        if type(seconds) not in (int, float) or not 0 < seconds < 1e6:
-            raise ValueError(
-                f"{where}: {name} must be seconds above 0 and below 1e6, found "
-                f"{seconds!r}"
-            )
-        limits[name] = float(seconds)
-    return backends.Settings(
-        **counts,
-        **limits,
-        staging_bytes=size,
-        warn_after_s=_WARN_AFTER_S,
-        node_size=node_size,
-    )
-
-
 def _peers(
     processes: tuple[int, ...], groups: list[list[jax.Device]], timeout_s: float
 ) -> bootstrap.Processes | None:
@@ -316,11 +265,6 @@ def _arguments(job: backends.Job, backend: str | None) -> dict[str, Any]:
         "backend": backend,
         **settings,
     }
-
-
-def _as_count(value: Any) -> int | None:
-    count = checks.as_integer(value)
-    return count if count is not None and count >= 1 else None
 
 
 def _version() -> str:

@@ -148,6 +148,11 @@ class LowLatencyBuffer(Held):
         """The communicator's."""
         return self.comm.mesh
 
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The communicator's."""
+        return self.comm.axis_name
+
     @staticmethod
     def bytes_for(
         *, num_ranks: int, max_tokens: int, hidden: int, dtype: Any = jnp.bfloat16

@@ -8,25 +8,38 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_ep._data import checks
+from jax_ep._data.ranks import position_axes
 
 _Groups = list[list[jax.Device]]
 # MeshPlace in cc/mesh_place.h of devices, by their ids.
 MeshPlaces = Mapping[int, tuple[int, int, int]]
 
 
-def mesh_places(mesh: jax.sharding.Mesh, axis_name: str) -> MeshPlaces:
+def mesh_groups(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> _Groups:
+    """Devices by [group][rank]: ranks row-major over `axes`, groups over the others."""
+    order = [mesh.axis_names.index(axis) for axis in axes]
+    others = [axis for axis in range(mesh.devices.ndim) if axis not in order]
+    devices = np.transpose(mesh.devices, others + order)
+    return devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()
+
+
+def mesh_places(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> MeshPlaces:
     """Where the mesh has each device: (position, ranks, positions between ranks)."""
-    axis = mesh.axis_names.index(axis_name)
-    sizes = mesh.devices.shape
+    counted = position_axes(mesh.shape, axes)
+    devices = np.transpose(mesh.devices, [mesh.axis_names.index(a) for a in counted])
+    behind = max((counted.index(a) + 1 for a in axes if mesh.shape[a] > 1), default=0)
+    stride = math.prod(mesh.shape[axis] for axis in counted[behind:])
+    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
     return {
-        device.id: (position, sizes[axis], math.prod(sizes[axis + 1 :]))
-        for position, device in enumerate(mesh.devices.flat)
+        device.id: (position, num_ranks, stride)
+        for position, device in enumerate(devices.flat)
     }
 
 
