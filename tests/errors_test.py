@@ -52,7 +52,8 @@ class TestCommunicator:
             (
                 {"axis_name": "model"},
                 ValueError,
-                "axis_name must be one of the mesh's axes ('ep',), found 'model'",
+                "axis_name must be one of the mesh's axes ('ep',), or a tuple of "
+                "different ones, found 'model'",
             ),
             (
                 {"backend": "nccl"},

@@ -100,7 +100,7 @@ class TestPlace:
     @needs_two_devices
     def test_plans_of_two_communicators_do_not_mix(self):
         mesh = layers.mesh({"ep": RANKS})
-        other = jax_ep.Communicator(mesh, "ep", backend=NATIVE)
+        other = jax_ep.Communicator(mesh, "ep", backend=NATIVE, timeout_s=9.0)
 
         def body(x, topk_idx, rows):
             plan = jax.lax.cond(
@@ -169,19 +169,6 @@ class TestPlace:
             jax.tree.map(np.testing.assert_array_equal, f(*args), alone)
 
     @needs_two_devices
-    def test_swapped_axes(self):
-        mesh = layers.mesh({"data": 1, "ep": RANKS})
-        comm = layers.communicator(mesh, "ep", NATIVE)
-        message = (
-            "jax_ep.make_plan: the surrounding shard_map must use the "
-            f"communicator's mesh {{'data': 1, 'ep': {RANKS}}}, found "
-            f"{{'ep': {RANKS}, 'data': 1}}"
-        )
-        body = functools.partial(dispatch_and_combine, comm=comm)
-        swapped = layers.mesh({"ep": RANKS, "data": 1})
-        assert_raises(ValueError, message, trace, body, swapped)
-
-    @needs_two_devices
     def test_other_devices(self):
         if jax.device_count() < 2 * RANKS:
             pytest.skip(f"needs {2 * RANKS} devices")
@@ -195,35 +182,11 @@ class TestPlace:
         )
         assert_raises(ValueError, message, f, *arguments(other))
 
-    @needs_two_devices
-    @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=str)
-    def test_partial_auto(self, axis_type):
-        """XLA would gather around the call without a word."""
-        mesh = layers.mesh({"data": 1, "ep": RANKS}, axis_type)
-        comm = layers.communicator(mesh, "ep", NATIVE)
-        f = jax.jit(
-            jax.shard_map(
-                functools.partial(dispatch_and_combine, comm=comm),
-                mesh=mesh,
-                in_specs=P("ep"),
-                out_specs=P("ep"),
-                axis_names={"ep"},
-            )
-        )
-        message = {
-            AxisType.Auto: "jax_ep.make_plan: every mesh axis must be manual in the "
-            "surrounding shard_map, found ['data'] left to the compiler; leave out "
-            "axis_names= or name all axes",
-            AxisType.Explicit: EXPLICIT_LEFT_OUT.format(axis="data"),
-        }[axis_type]
-        args = jax.device_put(arguments(), NamedSharding(mesh, P("ep")))
-        assert_raises(ValueError, message, f, *args)
-
 
 EXPLICIT_LEFT_OUT = (
-    "jax_ep.make_plan: every mesh axis must be manual in the surrounding shard_map, "
-    "found Explicit ['{axis}'] left out. jax.vmap over a batch that is split over an "
-    "Explicit axis leaves it out: call jax.vmap inside shard_map, whose specs then "
+    "jax_ep.make_plan: every mesh axis of more than one device must be manual in the "
+    "surrounding shard_map, found Explicit ['{axis}'] left out. jax.vmap over a batch "
+    "that is split over an Explicit axis leaves it out: call jax.vmap inside shard_map, whose specs then "
     "name the axis for the batch, or make the axis Auto and call "
     "jax.vmap(..., spmd_axis_name='{axis}'). Without vmap, leave out axis_names= or "
     "name all axes"

@@ -57,21 +57,22 @@ def check_inside_shard_map(comm: Ranks, op: str) -> None:
         raise ValueError(
             f"jax_ep.{op}: every mesh axis of more than one device must be manual in "
             f"the surrounding shard_map, found {automatic} left to the compiler. Make "
-            "them manual where jax_ep is called, with a shard_map inside that one: "
-            "jax.shard_map(layer, in_specs=..., out_specs=..., "
-            f"axis_names={set(automatic)}), whose specs name these axes alone; or "
-            "leave out axis_names= of the surrounding one"
+            "them manual where jax_ep is called, with a shard_map inside this one, "
+            "whose specs name these axes alone: jax.shard_map(layer, in_specs=..., "
+            f"out_specs=..., axis_names={{{str(automatic)[1:-1]}}}); or leave out "
+            "axis_names= of this one"
         )
     explicit = [a for a, t in types.items() if t == AxisType.Explicit]
     if explicit:
         # JAX's vmap takes them out of shard_map's default for axis_names.
         raise ValueError(
             f"jax_ep.{op}: every mesh axis of more than one device must be manual in "
-            f"the surrounding shard_map, found Explicit {explicit} left out. jax.vmap over a batch "
-            "that is split over an Explicit axis leaves it out: call jax.vmap inside "
-            "shard_map, whose specs then name the axis for the batch, or make the "
-            f"axis Auto and call jax.vmap(..., spmd_axis_name={explicit[0]!r}). "
-            "Without vmap, leave out axis_names= or name all axes"
+            f"the surrounding shard_map, found Explicit {explicit} left out. jax.vmap "
+            "over a batch that is split over an Explicit axis leaves it out: call "
+            "jax.vmap inside shard_map, whose specs then name the axis for the batch, "
+            "or make the axis Auto and call jax.vmap(..., "
+            f"spmd_axis_name={explicit[0]!r}). Without vmap, leave out axis_names= or "
+            "name all axes"
         )
 
 

@@ -183,16 +183,17 @@ def _check_devices(ctx: mlir.LoweringRuleContext, comm: Ranks) -> None:
         return
     # Axes may stand in another order: then each device's coordinates count.
     order = [mesh.axis_names.index(axis) for axis in comm.mesh.axis_names]
-    if not np.array_equal(np.transpose(mesh.devices, order), comm.mesh.devices):
+    found = np.transpose(mesh.devices, order)
+    if not np.array_equal(found, comm.mesh.devices):
         raise ValueError(
             "jax_ep: the surrounding shard_map must use the communicator's "
-            f"mesh, found another order of devices: {_ids(mesh)} instead of "
-            f"{_ids(comm.mesh)}"
+            f"mesh, found another order of devices: {_ids(found)} instead of "
+            f"{_ids(comm.mesh.devices)}"
         )
 
 
-def _ids(mesh: jax.sharding.Mesh) -> list:
-    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+def _ids(devices: np.ndarray) -> list:
+    return np.vectorize(lambda device: device.id)(devices).tolist()
 
 
 def _position(ctx: mlir.LoweringRuleContext, comm: Ranks) -> tuple[Any, Any]:
@@ -205,8 +206,9 @@ def _position(ctx: mlir.LoweringRuleContext, comm: Ranks) -> tuple[Any, Any]:
     """
     aval = jax.core.ShapedArray((), np.dtype(np.uint32))
     sizes = comm.mesh.shape
-    counted = [a for a in position_axes(sizes, named_axes(comm.axis_name))
-               if sizes[a] > 1]
+    counted = [
+        a for a in position_axes(sizes, named_axes(comm.axis_name)) if sizes[a] > 1
+    ]
     here = [a for a in jax.sharding.get_abstract_mesh().axis_names if sizes[a] > 1]
     if here == counted:
         return stablehlo.partition_id(), aval

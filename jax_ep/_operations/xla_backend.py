@@ -174,7 +174,13 @@ def dispatch(routes, num_recv, recv_src, *leaves, axis_name: Axes, num_ranks: in
 
 
 def combine(
-    routes, num_recv, recv_src, *leaves, axis_name: Axes, num_ranks: int, num_tokens: int
+    routes,
+    num_recv,
+    recv_src,
+    *leaves,
+    axis_name: Axes,
+    num_ranks: int,
+    num_tokens: int,
 ):
     """ep_combine: returns each row to its (source rank, token), then adds."""
     del num_recv

@@ -46,7 +46,7 @@ class CannotWork(RuntimeError):
 
 
 def distributed_client() -> Any:
-    """JAX's distributed client: the only private part of JAX in this package.
+    """JAX's distributed client, a private part of JAX.
 
     Raises:
       RuntimeError: JAX moved it, or jax.distributed.initialize() was not called.
