@@ -318,7 +318,7 @@ def load(
     config: Config,
     family: Family,
     mesh: jax.sharding.Mesh,
-    axis: str,
+    axis: str | tuple[str, ...],
     dtype: Any,
     *,
     progress: bool = False,
@@ -385,7 +385,9 @@ def load(
     }
 
 
-def partition_specs(params: dict[str, Any], axis: str) -> dict[str, Any]:
+def partition_specs(
+    params: dict[str, Any], axis: str | tuple[str, ...]
+) -> dict[str, Any]:
     """PartitionSpecs of what `load` returns."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: P(axis) if jax.tree_util.DictKey("experts") in path else P(),
