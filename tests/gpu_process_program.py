@@ -35,7 +35,7 @@ from process_program import (
 import jax_ep
 from jax_ep._operations import primitives
 from jax_ep._setup import bootstrap, fabric, gpu_memory
-from jax_ep._setup import communicator as set_up
+from jax_ep._setup import request as set_up
 
 TOKENS = 16
 # Of every communicator, in place of its own number.

@@ -19,7 +19,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 import jax_ep  # noqa: E402
-from jax_ep._setup import communicator  # noqa: E402
+from jax_ep._setup import request  # noqa: E402
 
 RANKS, TOKENS, EXPERTS = 4, 6, 8
 ABSENT = {"plan": (0,), "dispatch": (2,), "combine": (1, 3)}
@@ -99,7 +99,7 @@ def main():
     rows = late_program(comm, late=3, seconds=1.5)(x, topk_idx)
     messages["late"] = [message(shard) for shard in rows.addressable_shards]
     np.testing.assert_array_equal(healthy(x, topk_idx), before)
-    communicator._WARN_AFTER_S = 1.0
+    request._WARN_AFTER_S = 1.0
     patient = jax_ep.Communicator(mesh, "ep", backend="cpu", timeout_s=60.0)
     rows = late_program(patient, late=3, seconds=3.0)(x, topk_idx)
     messages["patient"] = [message(shard) for shard in rows.addressable_shards]

@@ -187,9 +187,9 @@ EXPLICIT_LEFT_OUT = (
     "jax_ep.make_plan: every mesh axis of more than one device must be manual in the "
     "surrounding shard_map, found Explicit ['{axis}'] left out. jax.vmap over a batch "
     "that is split over an Explicit axis leaves it out: call jax.vmap inside "
-    "shard_map, whose specs then name the axis for the batch, or make the axis Auto and call "
-    "jax.vmap(..., spmd_axis_name='{axis}'). Without vmap, leave out axis_names= or "
-    "name all axes"
+    "shard_map, whose specs then name the axis for the batch, or make the axis Auto "
+    "and call jax.vmap(..., spmd_axis_name='{axis}'). Without vmap, leave out "
+    "axis_names= or name all axes"
 )
 
 

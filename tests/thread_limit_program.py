@@ -24,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 import jax_ep  # noqa: E402
 from jax_ep._data import native  # noqa: E402
-from jax_ep._setup import communicator, links  # noqa: E402
+from jax_ep._setup import links, request  # noqa: E402
 
 RANKS, TOKENS = 4, 6
 # A thread that ends calls goes when it has had nothing to do for 5 s.
@@ -162,7 +162,7 @@ def main():
     if cuda is not None:
         gpu_communicator(cuda)
 
-    communicator._WARN_AFTER_S = 0.5
+    request._WARN_AFTER_S = 0.5
     hasty, patient = create(timeout_s=1.5), create(timeout_s=60.0)
     programs = [there_and_back(comm) for comm in (hasty, patient)]
     args = jax.device_put((topk_idx, x), jax.NamedSharding(mesh, P("ep")))
