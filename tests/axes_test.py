@@ -97,6 +97,13 @@ def every_operation(comm, x, ids, weights):
         "moe": moe,
         "gradients": grads,
     }
+    expert_rows = jax_ep.permute(rows[0], plan)
+    results["choices"] = (
+        plan.expert_demand_counts,
+        jnp.atleast_1d(plan.dropped_pairs),
+        jax_ep.permute_weights(rows[1], plan),
+        jax_ep.combine_choices(expert_rows, plan),
+    )
     if comm.num_nodes == 1:
         results["plan_dispatch"] = jax_ep.plan_dispatch(
             x, ids, comm=comm, num_experts=num_experts, capacity=11

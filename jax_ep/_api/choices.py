@@ -12,6 +12,7 @@ from jax import lax
 from jax_ep._api import ops
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
+from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import expert_primitives
 from jax_ep._operations.primitive_rules import sum_dtype
 
@@ -165,7 +166,7 @@ def _told_home(slots: jax.Array, plan: Plan) -> jax.Array:
 
     Only one rank has something for a choice, so the sum over ranks is that.
     """
-    rank = lax.axis_index(plan.comm.axis_name)
+    rank = lax.axis_index(collective_axes(plan.comm))
     low = (1 << _LOW_BITS) - 1
     parts = [jnp.full_like(slots, 1) + rank, slots >> _LOW_BITS, slots & low]
     told = jnp.where(slots[..., None] < 0, 0, jnp.stack(parts, axis=-1))

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import expert_primitives
-from jax_ep._operations.primitive_rules import make_varying, varying
+from jax_ep._operations.primitive_rules import make_varying, rank_axes, varying
 
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
@@ -34,8 +35,10 @@ def demand_counts(ids: jax.Array, comm: Ranks, num_experts: int) -> jax.Array:
         .at[jnp.where(valid, ids, experts).ravel()]
         .add(1, mode="drop")
     )
-    counts = make_varying(counts, varying(ids) | {comm.axis_name})
-    return lax.psum_scatter(counts, comm.axis_name, scatter_dimension=0, tiled=True)
+    counts = make_varying(counts, varying(ids) | rank_axes(comm))
+    return lax.psum_scatter(
+        counts, collective_axes(comm), scatter_dimension=0, tiled=True
+    )
 
 
 def keep(plan: Plan, limit: int | jax.Array, by_source: bool) -> Plan:

@@ -14,8 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import primitives, xla_backend
-from jax_ep._operations.primitive_rules import make_varying, sum_dtype, varying
+from jax_ep._operations.primitive_rules import (
+    make_varying,
+    rank_axes,
+    sum_dtype,
+    varying,
+)
 
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
@@ -33,7 +39,7 @@ def plan(
     """Plan's array fields by name; ids is i32[T, K], the same on all ranks."""
     num_tokens, top_k = ids.shape
     local_experts = -(-num_experts // comm.num_ranks)
-    ids = make_varying(ids, varying(ids) | {comm.axis_name})
+    ids = make_varying(ids, varying(ids) | rank_axes(comm))
     if num_tokens == 0:
         fields = xla_backend._plan_of_nothing(
             comm.num_ranks, top_k, local_experts, capacity
@@ -42,7 +48,7 @@ def plan(
             name: make_varying(array, varying(ids))
             for name, array in zip(primitives.PLAN_FIELDS, fields, strict=True)
         }
-    rank = lax.axis_index(comm.axis_name)
+    rank = lax.axis_index(collective_axes(comm))
     local = ids - rank * local_experts
     mine = (ids < num_experts) & (local >= 0) & (local < local_experts)
     local = jnp.where(mine, local, -1)
@@ -96,13 +102,14 @@ def dispatch(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Leaves [C, ...] -> [T, ...], summed over ranks in the wide dtype."""
+    axes = tuple(rank_axes(plan.comm))
     results = []
     for part, leaf in zip(parts(leaves, plan), leaves, strict=True):
         if part.size == 0:
             results.append(jnp.zeros(part.shape, leaf.dtype))
             continue
         wide = part.astype(sum_dtype(leaf.dtype))
-        results.append(lax.psum(wide, plan.comm.axis_name).astype(leaf.dtype))
+        results.append(lax.psum(wide, axes).astype(leaf.dtype))
     return results
 
 
