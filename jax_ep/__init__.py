@@ -19,6 +19,7 @@ from jax_ep._api.overlap import (
     overlap,
 )
 from jax_ep._api.planning import make_plan
+from jax_ep._api.sharded_moe import MoeStats, sharded_moe
 from jax_ep._data.plan import Plan
 from jax_ep._operations.fp8 import (
     Fp8Rows,
@@ -40,6 +41,7 @@ __all__ = [
     "Fp8Weights",
     "LowLatencyBuffer",
     "LowLatencyHandle",
+    "MoeStats",
     "Plan",
     "combine",
     "combine_choices",
@@ -64,5 +66,6 @@ __all__ = [
     "quantize_fp8",
     "quantize_weights",
     "ragged_dot",
+    "sharded_moe",
     "unpermute",
 ]

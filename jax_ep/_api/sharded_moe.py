@@ -1,0 +1,264 @@
+"""A mixture-of-experts layer of global arrays, which opens the shard_map itself."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_ep._api.moe import moe_with_plan
+from jax_ep._api.planning import as_int32, make_plan
+from jax_ep._data import checks
+from jax_ep._data.plan import Plan
+from jax_ep._setup.communicator import Communicator
+
+
+class MoeStats(NamedTuple):
+    """What a layer did with the choices of all tokens, on all devices alike.
+
+    A choice is a pair (token, k) that names an expert, of a token that is valid.
+
+    Attributes:
+      expert_counts: i32[E], choices of each expert, dropped ones included.
+      dropped_pairs: i32[], choices that found no room and so contribute 0.
+      overflow: bool[], whether there were any: a capacity was too small.
+    """
+
+    expert_counts: jax.Array
+    dropped_pairs: jax.Array
+    overflow: jax.Array
+
+
+def sharded_moe(
+    x: Any,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    params: Any,
+    expert_fn: Callable[..., Any],
+    *,
+    comm: Communicator,
+    num_experts: int,
+    token_spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    valid: jax.Array | None = None,
+    expert_alignment: int | None = None,
+    quantize: Literal["fp8"] | None = None,
+    **sizes: Any,
+) -> tuple[Any, MoeStats]:
+    """`moe` of global arrays: no shard_map around it.
+
+    Call it where arrays are global, under jit or not, with Auto or Explicit mesh
+    axes. Below, [...] are the axes of tokens: [T] or [batch, sequence], for example.
+    Per token::
+
+        y[token] = sum over k of
+            topk_weights[token, k] * expert topk_idx[token, k] of x[token]
+
+    Tokens that a device has are its own T of `moe`, in row-major order. Sizes are of
+    those, as in `make_plan`.
+
+    Args:
+      x: [..., H], or a pytree of arrays [..., *].
+      topk_idx: int[..., K], the experts of each token; see `make_plan`.
+      topk_weights: floating [..., K]; float32 is best.
+      params: pytree of the experts' parameters. By default each array is [E', *] with
+        expert e at e, and E' = R * ceil(num_experts / R): E where R divides it.
+      expert_fn: (params, rows [S, H], group_sizes i32[L]) -> [S, ...], one rank's
+        experts: the function that `moe` takes, with this rank's part of params
+        before its arguments. It runs inside shard_map with all mesh axes manual:
+        where a further axis splits what experts sum over, it calls jax.lax.psum.
+      comm: the communicator. Its mesh is that of the shard_map.
+      num_experts: E.
+      token_spec: how tokens are split: a PartitionSpec of the axes of tokens, which
+        names comm's axis. Other mesh axes that it leaves out see the same tokens.
+        Default: the first axis over the whole mesh.
+      param_specs: PartitionSpecs for params, or for its subtrees. Default: the
+        first axis over comm's axis.
+      valid: bool[...]. Tokens where it is False are padding: they visit no expert,
+        take no room, are counted nowhere, and get 0. Default: all are valid.
+      expert_alignment: as for `moe`.
+      quantize: as for `moe`.
+      **sizes: capacity, capacity_factor, expert_capacity, node_capacity: as for
+        `make_plan`.
+
+    Returns:
+      (y, stats): y is [..., *] for each array that expert_fn returned, split like
+      the tokens, and stats a `MoeStats`, the same on all devices. Both are ready for
+      a load-balance loss::
+
+          share = stats.expert_counts / stats.expert_counts.sum()
+          loss = num_experts * (share * mean_probability_of_each_expert).sum()
+
+    Raises:
+      TypeError, ValueError: a bad argument, with the rule and what was found.
+      RuntimeError: the communicator is closed.
+
+    Derivative: as of `moe`, in x, topk_weights and params. stats are integers and have
+    none.
+    """
+    _check_surroundings(comm)
+    topk_idx, topk_weights = jnp.asarray(topk_idx), jnp.asarray(topk_weights)
+    x = jax.tree.map(jnp.asarray, x)
+    token_spec = _checked_token_spec(comm, token_spec, topk_idx)
+    tokens = topk_idx.shape[:-1]
+    valid = jnp.ones(tokens, bool) if valid is None else jnp.asarray(valid)
+    _check_tokens(x, topk_weights, valid, tokens)
+    if param_specs is None:
+        param_specs = _experts_first(params, comm, num_experts)
+
+    def on_rank(tokens_of_rank, params):
+        shape = tokens_of_rank[-1].shape
+        count = math.prod(shape)
+        x, topk_idx, topk_weights, valid = jax.tree.map(
+            lambda a: a.reshape(count, *a.shape[len(shape) :]), tokens_of_rank
+        )
+        topk_idx = jnp.where(valid[:, None], as_int32(topk_idx, num_experts), -1)
+        plan = make_plan(
+            topk_idx,
+            comm=comm,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            **sizes,
+        )
+        experts = functools.partial(expert_fn, params)
+        y = moe_with_plan(x, topk_weights, experts, plan, quantize=quantize)
+        y = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), y)
+        return y, _stats(topk_idx, plan, _axes(token_spec))
+
+    operands = ((x, topk_idx, topk_weights, valid), params)
+    specs = (token_spec, param_specs)
+    return jax.shard_map(
+        on_rank,
+        mesh=comm.mesh,
+        in_specs=specs,
+        out_specs=(token_spec, PartitionSpec()),
+    )(*_laid_out(operands, specs, comm.mesh))
+
+
+def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
+    """Of this rank's choices, summed over `axes`."""
+    counts = jax.nn.one_hot(topk_idx, plan.num_experts, dtype=jnp.int32)
+    counts = counts.sum((0, 1), dtype=jnp.int32)
+    # Choices that found a slot, and then a place.
+    aligned = -(-plan.expert_counts // plan.expert_alignment) * plan.expert_alignment
+    starts = jnp.cumsum(aligned, dtype=jnp.int32) - aligned
+    placed = jnp.clip(plan.expert_capacity - starts, 0, plan.expert_counts)
+    placed = placed.sum(keepdims=True, dtype=jnp.int32)
+    totals = jax.lax.psum(jnp.concatenate([counts, placed]), axes)
+    dropped = totals[:-1].sum(dtype=jnp.int32) - totals[-1]
+    return MoeStats(totals[:-1], dropped, dropped > 0)
+
+
+def _axes(spec: Any) -> tuple[Any, ...]:
+    """The mesh axes that a PartitionSpec, or one entry of it, names."""
+    if spec is None:
+        return ()
+    if not isinstance(spec, (tuple, PartitionSpec)):
+        return (spec,)
+    return tuple(axis for entry in spec for axis in _axes(entry))
+
+
+def _check_surroundings(comm: Any) -> None:
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            "jax_ep.sharded_moe: comm must be a jax_ep.Communicator, found "
+            f"{type(comm).__name__}"
+        )
+    checks.check_open(comm, "sharded_moe")
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = [name for name, kind in types if kind == AxisType.Manual]
+    if manual:
+        raise ValueError(
+            "jax_ep.sharded_moe: call it where arrays are global, found it inside "
+            f"jax.shard_map over {manual}; there jax_ep.moe is the layer of one rank"
+        )
+
+
+def _checked_token_spec(
+    comm: Communicator, spec: PartitionSpec | None, topk_idx: jax.Array
+) -> PartitionSpec:
+    """How the axes of tokens are split, the default filled in."""
+    mesh = comm.mesh
+    spec = PartitionSpec(mesh.axis_names) if spec is None else spec
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            "jax_ep.sharded_moe: token_spec must be a jax.sharding.PartitionSpec, "
+            f"found {type(spec).__name__}"
+        )
+    if topk_idx.ndim < 2 or len(spec) > topk_idx.ndim - 1:
+        raise ValueError(
+            "jax_ep.sharded_moe: topk_idx must be [..., K] with an axis of tokens for "
+            f"each entry of token_spec {spec}, found shape {topk_idx.shape}"
+        )
+    if not set(_axes(comm.axis_name)) <= set(_axes(spec)):
+        raise ValueError(
+            "jax_ep.sharded_moe: token_spec must split tokens over the communicator's "
+            f"axis {comm.axis_name!r}, found {spec}"
+        )
+    for size, entry in zip(topk_idx.shape, spec, strict=False):
+        parts = math.prod(mesh.shape.get(axis, 1) for axis in _axes(entry))
+        if size % parts:
+            raise ValueError(
+                f"jax_ep.sharded_moe: tokens {topk_idx.shape[:-1]} must divide evenly "
+                f"as token_spec {spec} says, found {size} over {parts} devices; pad "
+                "them and say with valid= which are tokens"
+            )
+    return spec
+
+
+def _check_tokens(
+    x: Any, topk_weights: jax.Array, valid: jax.Array, tokens: tuple[int, ...]
+) -> None:
+    leaves = jax.tree.leaves_with_path({"topk_weights": topk_weights, "x": x})
+    for path, leaf in leaves:
+        if leaf.shape[: len(tokens)] != tokens:
+            raise ValueError(
+                "jax_ep.sharded_moe: x and topk_weights must begin with the axes of "
+                f"tokens {list(tokens)} of topk_idx, found {leaf.dtype}"
+                f"{list(leaf.shape)} at {jax.tree_util.keystr(path)}"
+            )
+    if valid.dtype != bool or valid.shape != tokens:
+        raise ValueError(
+            f"jax_ep.sharded_moe: valid must be bool{list(tokens)}, one for each token "
+            f"of topk_idx, found {valid.dtype}{list(valid.shape)}"
+        )
+
+
+def _experts_first(params: Any, comm: Communicator, num_experts: Any) -> PartitionSpec:
+    """Experts split over the ranks, expert e at e."""
+    num_experts = checks.check_small_integer("sharded_moe", "num_experts", num_experts)
+    rows = comm.num_ranks * -(-num_experts // comm.num_ranks)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        shape = jnp.shape(leaf)
+        if shape[:1] != (rows,):
+            raise ValueError(
+                "jax_ep.sharded_moe: without param_specs each array of params must be "
+                f"[{rows}, ...], R * ceil(num_experts / R) experts, found "
+                f"{list(shape)} at {jax.tree_util.keystr(path)}"
+            )
+    return PartitionSpec(comm.axis_name)
+
+
+def _laid_out(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
+    """`tree` split as `specs` says, over the axes where shard_map asks for that."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in types if kind == AxisType.Explicit}
+    if not explicit:
+        return tree
+
+    def entry(axes):
+        return tuple(axis for axis in _axes(axes) if axis in explicit) or None
+
+    def lay_out(spec, subtree):
+        sharding = NamedSharding(mesh, PartitionSpec(*map(entry, spec)))
+        return jax.tree.map(lambda a: jax.sharding.reshard(a, sharding), subtree)
+
+    return jax.tree.map(
+        lay_out, specs, tree, is_leaf=lambda a: isinstance(a, PartitionSpec)
+    )
