@@ -283,6 +283,10 @@ class TestBadInput:
         assert str(raised.value).startswith("jax_ep.sharded_moe: ")
         assert message in str(raised.value)
 
+    def test_ids_that_are_no_integers(self, call):
+        with pytest.raises(TypeError, match=r"jax_ep.make_plan: .*integer dtype"):
+            call(topk_idx=np.zeros((4, 6, TOP_K), np.float32))
+
     def test_inside_shard_map(self, call):
         mesh = layers.mesh({"ep": 4})
         inside = jax.shard_map(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._api import fp8_dispatch, ops
 from jax_ep._api.planning import DropOrder, Tokens, make_plan
@@ -150,8 +151,9 @@ def moe_with_plan(
         ops._check_weights("moe", topk_weights, (plan.num_tokens, plan.top_k), "T, K")
         ops._checked_leaves("dispatch", x, plan)  # before others travel beside it
     send = ops._dispatch_permute if quantize is None else fp8_dispatch.dispatch_permute
-    rows, weights = send(x, topk_weights, plan)
-    outputs = _call(expert_fn, rows, plan)
+    # Together: what one launch brings is kept or made again as a whole.
+    rows, weights = checkpoint_name(send(x, topk_weights, plan), "ep_rows")
+    outputs = checkpoint_name(_call(expert_fn, rows, plan), "ep_outputs")
     terms = ops.unpermute(outputs, plan, weights)
     return ops.combine(terms, plan, unreduced=unreduced)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._data import checks
 from jax_ep._data.checks import MAX_TOP_K
@@ -217,10 +218,10 @@ class PlanRequest:
             defaults=self.defaults,
             tokens=self.tokens,
         )
-        if self.limit is None:
-            return plan
-        checks.check_places("make_plan", plan)
-        return demand.keep(plan, self.limit, self.drop_order == "source")
+        if self.limit is not None:
+            checks.check_places("make_plan", plan)
+            plan = demand.keep(plan, self.limit, self.drop_order == "source")
+        return checkpoint_name(plan, "ep_plan")
 
     @property
     def _drops_rows(self) -> bool:

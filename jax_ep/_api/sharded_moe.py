@@ -117,7 +117,9 @@ def sharded_moe(
         x, topk_idx, topk_weights, valid = jax.tree.map(
             lambda a: a.reshape(count, *a.shape[len(shape) :]), tokens_of_rank
         )
-        topk_idx = jnp.where(valid[:, None], as_int32(topk_idx, num_experts), -1)
+        if jnp.issubdtype(topk_idx.dtype, jnp.integer):  # else make_plan complains
+            topk_idx = as_int32(topk_idx, num_experts)
+            topk_idx = jnp.where(valid[:, None], topk_idx, -1)
         plan = make_plan(
             topk_idx,
             comm=comm,
