@@ -12,6 +12,7 @@ The batch is split over the whole mesh.
 
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def experts(self, params, rows, group_sizes, group_alignment):
     return jax_ep.gated_mlp(rows, group_sizes, glu=glu, **options)
 
 
-def capacity(self, topk_idx, comm):
+def capacity(self, topk_idx, comm) -> dict[str, Any]:
     """Rows of a rank's experts: as many as ragged_buffer_factor says, if it does."""
     factor = self.config.ragged_buffer_factor
     if factor <= 0:
