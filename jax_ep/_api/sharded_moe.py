@@ -144,16 +144,22 @@ def sharded_moe(
 
 def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
     """Of this rank's choices, summed over `axes`."""
-    counts = jax.nn.one_hot(topk_idx, plan.num_experts, dtype=jnp.int32)
-    counts = counts.sum((0, 1), dtype=jnp.int32)
-    # Choices that found a slot, and then a place.
-    aligned = -(-plan.expert_counts // plan.expert_alignment) * plan.expert_alignment
-    starts = jnp.cumsum(aligned, dtype=jnp.int32) - aligned
-    placed = jnp.clip(plan.expert_capacity - starts, 0, plan.expert_counts)
+    chosen = _counts(topk_idx, plan.num_experts)
+    # Choices that found a slot, and those of them that found a place.
+    arrived = _counts(plan.recv_topk_idx, plan.group_sizes.shape[0])
+    padded = -(-arrived // plan.expert_alignment) * plan.expert_alignment
+    starts = jnp.cumsum(padded, dtype=jnp.int32) - padded
+    placed = jnp.clip(plan.expert_capacity - starts, 0, arrived)
     placed = placed.sum(keepdims=True, dtype=jnp.int32)
-    totals = jax.lax.psum(jnp.concatenate([counts, placed]), axes)
+    totals = jax.lax.psum(jnp.concatenate([chosen, placed]), axes)
     dropped = totals[:-1].sum(dtype=jnp.int32) - totals[-1]
     return MoeStats(totals[:-1], dropped, dropped > 0)
+
+
+def _counts(ids: jax.Array, length: int) -> jax.Array:
+    """i32[length]: how often each of 0 .. length - 1 stands in ids [N, K]."""
+    hits = jax.nn.one_hot(ids, length, dtype=jnp.int32)
+    return hits.sum((0, 1), dtype=jnp.int32)
 
 
 def _axes(spec: Any) -> tuple[Any, ...]:
