@@ -157,6 +157,104 @@ def test_stats_count_what_finds_no_place():
 
 
 @harness.on_each_backend
+@pytest.mark.parametrize("order", ["expert", "source"])
+@pytest.mark.parametrize("how", ["fixed", "traced", "of the choices"])
+def test_limit(backend, order, how):
+    """Groups of two ranks, each with a limit of its own where it is of the choices."""
+    axes, spec = MESHES["2x2-sequence"]
+    mesh = layers.mesh(axes)
+    comm = layers.communicator(mesh, "ep", backend)
+    ids, x, weights, experts, valid = inputs(2)
+    chosen = np.where(valid[..., None], ids, -1)
+    real = (chosen >= 0) & (chosen < EXPERTS)
+    by_group, _ = on_ranks(real, mesh, spec)
+    if how == "of the choices":
+        limits = [int(group.sum()) * 3 // 8 for group in by_group]
+        limit = lambda choices: choices * 3 // 8  # noqa: E731
+    else:
+        limits, limit = [11, 11], 11
+
+    def run(limit):
+        return jax_ep.sharded_moe(
+            *(x, ids, weights, experts, expert_fn),
+            comm=comm,
+            num_experts=EXPERTS,
+            token_spec=spec,
+            valid=valid,
+            expert_limit=limit,
+            drop_order=order,
+        )
+
+    if how == "traced":
+        y, stats = jax.jit(run)(jnp.int32(limit))
+    else:
+        y, stats = jax.jit(lambda: run(limit))()
+    used = np.zeros((BATCH * SEQUENCE, TOP_K), bool)
+    for ids_of_group, tokens, most in zip(*on_ranks(chosen, mesh, spec), limits):
+        used[tokens] = first_pairs(ids_of_group, most, order)
+    used = used.reshape(ids.shape)
+    assert 0 < used.sum() < real.sum()
+    want = dense(chosen, used, x, weights, experts)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    assert int(stats.dropped_pairs) == (real & ~used).sum()
+
+
+def first_pairs(ids, most, order):
+    """bool[R * T, K]: what each of two ranks keeps of the pairs of both."""
+    used = np.zeros(ids.shape, bool)
+    half, local_experts = len(ids) // 2, EXPERTS // 2
+    for rank in range(2):
+        pairs = [
+            (e, t, k)
+            for (t, k), e in np.ndenumerate(ids)
+            if 0 <= e < EXPERTS and e // local_experts == rank
+        ]
+        if order == "source":
+            pairs.sort(key=lambda pair: (pair[1] // half, *pair))
+        else:
+            pairs.sort()
+        for _, t, k in pairs[:most]:
+            used[t, k] = True
+    return used
+
+
+@pytest.mark.parametrize("axis", ["ep", ("data", "ep")], ids=str)
+def test_replicated_tokens_and_the_communicator_of_the_context(axis):
+    mesh = layers.mesh({"data": 2, "ep": 2})
+    ranks = 2 if axis == "ep" else 4
+    ids, x, weights, experts, valid = inputs(ranks)
+    chosen = np.where(valid[..., None], ids, -1)
+    used = (chosen >= 0) & (chosen < EXPERTS)
+
+    def run(x, weights, experts):
+        y, stats = jax_ep.sharded_moe(
+            *(x, ids, weights, experts, expert_fn),
+            expert_axis=axis,
+            num_experts=EXPERTS,
+            valid=valid,
+            tokens="replicated",
+        )
+        return (y**2).sum(), (y, stats)
+
+    args = x, weights, experts
+    grad = jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))
+    with jax.set_mesh(mesh):
+        comm = jax_ep.communicator(axis)
+        assert comm.num_ranks == ranks
+        (_, (y, stats)), grads = grad(*args)
+    want, pull = jax.vjp(lambda *a: dense(chosen, used, *a), *args)
+    for got, right in zip(
+        jax.tree.leaves((y, grads)),
+        jax.tree.leaves((want, pull(2 * want))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, right, rtol=1e-3, atol=1e-3)
+    counts = np.bincount(chosen[used], minlength=EXPERTS)
+    np.testing.assert_array_equal(stats.expert_counts, counts)
+    assert int(stats.dropped_pairs) == 0
+
+
+@harness.on_each_backend
 def test_experts_split_over_a_further_axis(backend):
     """Each coordinate of "tensor" has a part of every expert's inner width."""
     mesh = layers.mesh({"ep": 2, "tensor": 2}, AxisType.Explicit)
@@ -233,9 +331,20 @@ class TestBadInput:
         ("changed", "error", "message"),
         [
             (
+                {"comm": "ep"},
+                TypeError,
+                "comm must be a jax_ep.Communicator, found str",
+            ),
+            (
                 {"comm": None},
                 TypeError,
-                "comm must be a jax_ep.Communicator, found None",
+                "give comm or expert_axis, found neither",
+            ),
+            (
+                {"tokens": "replicated", "token_spec": P("ep")},
+                ValueError,
+                "leave the communicator's axis 'ep' out where tokens are replicated, "
+                "found P('ep',)",
             ),
             (
                 {"token_spec": "ep"},

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._api.moe import moe_with_plan
-from jax_ep._api.planning import as_int32, make_plan
+from jax_ep._api.planning import Tokens, as_int32, make_plan
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
+from jax_ep._data.ranks import named_axes
 from jax_ep._setup.communicator import Communicator
+from jax_ep._setup.context import communicator
 
 
 class MoeStats(NamedTuple):
@@ -41,12 +43,15 @@ def sharded_moe(
     params: Any,
     expert_fn: Callable[..., Any],
     *,
-    comm: Communicator,
+    comm: Communicator | None = None,
+    expert_axis: str | tuple[str, ...] | None = None,
     num_experts: int,
     token_spec: PartitionSpec | None = None,
     param_specs: Any = None,
     valid: jax.Array | None = None,
     expert_alignment: int | None = None,
+    expert_limit: int | jax.Array | Callable[[jax.Array], jax.Array] | None = None,
+    tokens: Tokens = "split",
     quantize: Literal["fp8"] | None = None,
     **sizes: Any,
 ) -> tuple[Any, MoeStats]:
@@ -73,18 +78,26 @@ def sharded_moe(
         before its arguments. It runs inside shard_map with all mesh axes manual:
         where a further axis splits what experts sum over, it calls jax.lax.psum.
       comm: the communicator. Its mesh is that of the shard_map.
+      expert_axis: in place of comm: the mesh axis, or axes, of its ranks. The
+        communicator is then jax_ep.communicator(expert_axis).
       num_experts: E.
       token_spec: how tokens are split: a PartitionSpec of the axes of tokens, which
         names comm's axis. Other mesh axes that it leaves out see the same tokens.
-        Default: the first axis over the whole mesh.
+        Default: the first axis over the whole mesh; of replicated tokens, over the
+        axes that are not comm's.
       param_specs: PartitionSpecs for params, or for its subtrees. Default: the
         first axis over comm's axis.
       valid: bool[...]. Tokens where it is False are padding: they visit no expert,
         take no room, are counted nowhere, and get 0. Default: all are valid.
       expert_alignment: as for `moe`.
+      expert_limit: as for `make_plan`, the same on all devices; or a function of how
+        many choices, i32[], the group of ranks has, which gives the limit of each
+        rank: for capacities that count valid tokens alone.
+      tokens: "replicated": all ranks of a group have the same tokens, as in decoding,
+        see `make_plan`. token_spec then leaves comm's axis out.
       quantize: as for `moe`.
-      **sizes: capacity, capacity_factor, expert_capacity, node_capacity: as for
-        `make_plan`.
+      **sizes: capacity, capacity_factor, expert_capacity, node_capacity, drop_order:
+        as for `make_plan`.
 
     Returns:
       (y, stats): y is [..., *] for each array that expert_fn returned, split like
@@ -101,17 +114,22 @@ def sharded_moe(
     Derivative: as of `moe`, in x, topk_weights and params. stats are integers and have
     none.
     """
-    _check_surroundings(comm)
+    comm = _communicator(comm, expert_axis)
     topk_idx, topk_weights = jnp.asarray(topk_idx), jnp.asarray(topk_weights)
     x = jax.tree.map(jnp.asarray, x)
-    token_spec = _checked_token_spec(comm, token_spec, topk_idx)
-    tokens = topk_idx.shape[:-1]
-    valid = jnp.ones(tokens, bool) if valid is None else jnp.asarray(valid)
-    _check_tokens(x, topk_weights, valid, tokens)
+    token_spec = _checked_token_spec(comm, token_spec, topk_idx, tokens)
+    shape = topk_idx.shape[:-1]
+    valid = jnp.ones(shape, bool) if valid is None else jnp.asarray(valid)
+    _check_tokens(x, topk_weights, valid, shape)
     if param_specs is None:
         param_specs = _experts_first(params, comm, num_experts)
+    limit = {}
+    if checks.as_integer(expert_limit) is not None:  # sizes follow from it
+        sizes["expert_limit"] = expert_limit
+    elif expert_limit is not None and not callable(expert_limit):
+        limit["expert_limit"] = jnp.asarray(expert_limit)
 
-    def on_rank(tokens_of_rank, params):
+    def on_rank(tokens_of_rank, params, limit):
         shape = tokens_of_rank[-1].shape
         count = math.prod(shape)
         x, topk_idx, topk_weights, valid = jax.tree.map(
@@ -120,20 +138,25 @@ def sharded_moe(
         if jnp.issubdtype(topk_idx.dtype, jnp.integer):  # else make_plan complains
             topk_idx = as_int32(topk_idx, num_experts)
             topk_idx = jnp.where(valid[:, None], topk_idx, -1)
+        if callable(expert_limit):
+            choices = _choices_of_group(topk_idx, comm, num_experts, tokens)
+            limit = {"expert_limit": expert_limit(choices)}
         plan = make_plan(
             topk_idx,
             comm=comm,
             num_experts=num_experts,
             expert_alignment=expert_alignment,
+            tokens=tokens,
             **sizes,
+            **limit,
         )
         experts = functools.partial(expert_fn, params)
         y = moe_with_plan(x, topk_weights, experts, plan, quantize=quantize)
         y = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), y)
         return y, _stats(topk_idx, plan, _axes(token_spec))
 
-    operands = ((x, topk_idx, topk_weights, valid), params)
-    specs = (token_spec, param_specs)
+    operands = ((x, topk_idx, topk_weights, valid), params, limit)
+    specs = (token_spec, param_specs, PartitionSpec())
     return jax.shard_map(
         on_rank,
         mesh=comm.mesh,
@@ -143,17 +166,19 @@ def sharded_moe(
 
 
 def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
-    """Of this rank's choices, summed over `axes`."""
-    chosen = _counts(topk_idx, plan.num_experts)
-    # Choices that found a slot, and those of them that found a place.
-    arrived = _counts(plan.recv_topk_idx, plan.group_sizes.shape[0])
-    padded = -(-arrived // plan.expert_alignment) * plan.expert_alignment
-    starts = jnp.cumsum(padded, dtype=jnp.int32) - padded
-    placed = jnp.clip(plan.expert_capacity - starts, 0, arrived)
-    placed = placed.sum(keepdims=True, dtype=jnp.int32)
-    totals = jax.lax.psum(jnp.concatenate([chosen, placed]), axes)
-    dropped = totals[:-1].sum(dtype=jnp.int32) - totals[-1]
-    return MoeStats(totals[:-1], dropped, dropped > 0)
+    """Of this rank's choices, summed over `axes`, those that split tokens."""
+    chosen = jax.lax.psum(_counts(topk_idx, plan.num_experts), axes)
+    ranks = tuple(a for a in named_axes(plan.comm.axis_name) if a not in axes)
+    dropped = jax.lax.psum(plan.dropped_pairs, (*axes, *ranks))
+    return MoeStats(chosen, dropped, dropped > 0)
+
+
+def _choices_of_group(
+    ids: jax.Array, comm: Communicator, num_experts: int, tokens: Tokens
+) -> jax.Array:
+    """i32[]: the ids of all ranks that are an expert's; ids [T, K]."""
+    mine = ((ids >= 0) & (ids < num_experts)).sum(dtype=jnp.int32)
+    return mine if tokens == "replicated" else jax.lax.psum(mine, comm.axis_name)
 
 
 def _counts(ids: jax.Array, length: int) -> jax.Array:
@@ -171,13 +196,23 @@ def _axes(spec: Any) -> tuple[Any, ...]:
     return tuple(axis for entry in spec for axis in _axes(entry))
 
 
-def _check_surroundings(comm: Any) -> None:
+def _communicator(comm: Any, axis: Any) -> Communicator:
+    """The one given, or that of the context's mesh over `axis`."""
+    if (comm is None) == (axis is None):
+        found = "neither" if comm is None else "both"
+        raise TypeError(f"jax_ep.sharded_moe: give comm or expert_axis, found {found}")
+    comm = communicator(axis) if comm is None else comm
     if not isinstance(comm, Communicator):
         raise TypeError(
             "jax_ep.sharded_moe: comm must be a jax_ep.Communicator, found "
             f"{type(comm).__name__}"
         )
     checks.check_open(comm, "sharded_moe")
+    _check_global()
+    return comm
+
+
+def _check_global() -> None:
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]
@@ -189,11 +224,16 @@ def _check_surroundings(comm: Any) -> None:
 
 
 def _checked_token_spec(
-    comm: Communicator, spec: PartitionSpec | None, topk_idx: jax.Array
+    comm: Communicator,
+    spec: PartitionSpec | None,
+    topk_idx: jax.Array,
+    tokens: Tokens,
 ) -> PartitionSpec:
     """How the axes of tokens are split, the default filled in."""
-    mesh = comm.mesh
-    spec = PartitionSpec(mesh.axis_names) if spec is None else spec
+    mesh, ranks = comm.mesh, set(named_axes(comm.axis_name))
+    if spec is None:
+        axes = [a for a in mesh.axis_names if tokens == "split" or a not in ranks]
+        spec = PartitionSpec(tuple(axes) or None)
     if not isinstance(spec, PartitionSpec):
         raise TypeError(
             "jax_ep.sharded_moe: token_spec must be a jax.sharding.PartitionSpec, "
@@ -204,7 +244,12 @@ def _checked_token_spec(
             "jax_ep.sharded_moe: topk_idx must be [..., K] with an axis of tokens for "
             f"each entry of token_spec {spec}, found shape {topk_idx.shape}"
         )
-    if not set(_axes(comm.axis_name)) <= set(_axes(spec)):
+    if tokens == "replicated" and ranks & set(_axes(spec)):
+        raise ValueError(
+            "jax_ep.sharded_moe: token_spec must leave the communicator's axis "
+            f"{comm.axis_name!r} out where tokens are replicated, found {spec}"
+        )
+    if tokens == "split" and not ranks <= set(_axes(spec)):
         raise ValueError(
             "jax_ep.sharded_moe: token_spec must split tokens over the communicator's "
             f"axis {comm.axis_name!r}, found {spec}"
