@@ -18,6 +18,7 @@ from jax_ep._api.overlap import (
     dispatch_start,
     overlap,
 )
+from jax_ep._api.plan_options import PlanOptions
 from jax_ep._api.planning import make_plan
 from jax_ep._api.sharded_moe import MoeStats, sharded_moe
 from jax_ep._data.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "LowLatencyHandle",
     "MoeStats",
     "Plan",
+    "PlanOptions",
     "combine",
     "combine_choices",
     "combine_done",

@@ -14,7 +14,7 @@ import oracle
 import pytest
 
 import jax_ep
-from jax_ep._api import planning
+from jax_ep._api import plan_options, planning
 from jax_ep._data import checks
 
 NATIVE = harness.BACKENDS[0]
@@ -335,20 +335,10 @@ def test_sizes_and_limits(sizes, want):
     mesh = layers.mesh({"ep": 2})
     comm = layers.communicator(mesh, "ep", NATIVE)
     found = []
-    arguments = {
-        "capacity": None,
-        "capacity_factor": None,
-        "expert_alignment": 1,
-        "expert_capacity": None,
-        "node_capacity": None,
-        "drop_order": "expert",
-        "expert_limit": None,
-    }
+    options = jax_ep.PlanOptions(**{"expert_alignment": 1} | sizes)
 
     def body(ids):
-        request = planning.check_request(
-            ids, comm=comm, num_experts=4, **arguments | sizes
-        )
+        request = planning.check_request(ids, comm, 4, options)
         found.append((request.expert_capacity, request.limit, request.expert_alignment))
         return ids
 
@@ -378,14 +368,14 @@ def test_sizes_and_limits(sizes, want):
         (
             {"expert_limit": 1.5},
             TypeError,
-            "jax_ep.make_plan: expert_limit must be an integer, or an integer array of "
-            "shape [], found float",
+            "jax_ep.make_plan: expert_limit must be an integer, an integer array of "
+            "shape [], or a function that returns one, found float",
         ),
         (
             {"expert_limit": np.zeros((2,), np.int32)},
             TypeError,
-            "jax_ep.make_plan: expert_limit must be an integer, or an integer array of "
-            "shape [], found int32[2]",
+            "jax_ep.make_plan: expert_limit must be an integer, an integer array of "
+            "shape [], or a function that returns one, found int32[2]",
         ),
     ],
     ids=("order", "negative", "float", "shape"),
@@ -410,6 +400,62 @@ def test_limits_of_every_integer_dtype():
         (np.int8, 5, 5),
         (np.int32, -3, -3),
     ):
-        traced = jax.jit(lambda a: planning._checked_limit(a)[0])
+        traced = jax.jit(lambda a: planning._limit_array(a))
         limit = traced(jnp.asarray(value, dtype))
         assert (int(limit), limit.dtype) == (want, np.int32)
+
+
+def test_options_as_one_value():
+    """They are the keywords, in every function that takes them."""
+    mesh = layers.mesh({"ep": 2})
+    comm = layers.communicator(mesh, "ep", NATIVE)
+    given = {"capacity_factor": 0.5, "expert_alignment": 4, "drop_order": "source"}
+    options = jax_ep.PlanOptions(**given)
+    fields = [field.name for field in dataclasses.fields(options)]
+    assert fields == list(plan_options.PlanKeywords.__annotations__)
+    ids = np.random.default_rng(0).integers(0, 4, (2 * 9, 3), np.int32)
+    x = np.ones((2 * 9, 5), np.float32)
+    weights = np.ones(ids.shape, np.float32)
+
+    def outputs(**given):
+        sizes = {"comm": comm, "num_experts": 4} | given
+
+        def body(ids, x, weights):
+            plan = jax_ep.make_plan(ids, **sizes)
+            other, rows = jax_ep.plan_dispatch(x, ids, **sizes)
+            y = jax_ep.moe(x, ids, weights, lambda rows, sizes: 2 * rows, **sizes)
+            return plan.recv_topk_idx, other.recv_topk_idx, rows, y
+
+        return jax.jit(layers.sharded(body, mesh))(ids, x, weights)
+
+    one, many = outputs(options=options), outputs(**given)
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Something is dropped.
+    assert not (np.asarray(one[3]) == 6).all()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (
+            {"options": jax_ep.PlanOptions(), "capacity": 3},
+            "give options or keywords, found options and ['capacity']; "
+            "dataclasses.replace changes options",
+        ),
+        ({"options": 3}, "options must be a jax_ep.PlanOptions, found int"),
+        (
+            {"capasity": 3},
+            "keywords must be attributes of PlanOptions, ['capacity', "
+            "'capacity_factor', 'expert_alignment', 'expert_capacity', "
+            "'node_capacity', 'drop_order', 'expert_limit', 'tokens'], found "
+            "['capasity']",
+        ),
+    ],
+)
+@pytest.mark.parametrize("op", ["make_plan", "plan_dispatch", "moe", "sharded_moe"])
+def test_bad_options(op, keywords, message):
+    args = {"make_plan": 1, "plan_dispatch": 2, "moe": 4, "sharded_moe": 5}[op]
+    with pytest.raises(TypeError) as info:
+        getattr(jax_ep, op)(*[None] * args, comm=None, num_experts=4, **keywords)
+    assert str(info.value) == f"jax_ep.{op}: {message}"

@@ -45,8 +45,11 @@ w_down = normal(6, EXPERTS, INNER, HIDDEN)
 biases = tuple(normal(n, EXPERTS, w) for n, w in ((7, INNER), (8, INNER), (9, HIDDEN)))
 
 
-def kept_by_expert(ids, capacity):
-    """bool [T, K]: each rank keeps its first choices, by expert and then by token."""
+def first_choices(ids, capacity, order="expert"):
+    """bool [T, K]: each rank keeps its first, by expert or by source, then by token.
+
+    capacity: a number, or a function of how many ids of the group are experts.
+    """
     kept = np.zeros(ids.shape, bool)
     for group in np.split(np.arange(TOKENS), GROUPS):
         for rank in range(RANKS):
@@ -57,7 +60,15 @@ def kept_by_expert(ids, capacity):
                 for k in range(TOP_K)
                 if ids[t, k] // (EXPERTS // RANKS) == rank
             ]
-            for _, t, k in sorted(mine)[:capacity]:
+            if order == "source":
+                size = len(group) // RANKS
+                mine.sort(key=lambda pair: ((pair[1] - group[0]) // size, *pair))
+            else:
+                mine.sort()
+            most = capacity
+            if callable(capacity):
+                most = capacity((ids[group] >= 0).sum())
+            for _, t, k in mine[:most]:
                 kept[t, k] = True
     return kept
 
@@ -99,7 +110,7 @@ class TestLevanter:
     def test_moe_mlp(self, comm, factor):
         pairs = TOKENS * TOP_K // GROUPS
         capacity = max(math.ceil(factor * pairs / RANKS), EXPERTS // RANKS)
-        kept = kept_by_expert(ids, capacity)
+        kept = first_choices(ids, capacity)
         assert kept.all() == (factor == 4.0)
 
         def ours(x, weights, w_gate, w_up, w_down):
@@ -130,14 +141,35 @@ class TestLevanter:
         assert int(counts.padding_skipped) == TOP_K * (~valid).sum()
         assert int(counts.dropped) == 0
 
+    def test_padding_takes_no_room(self, comm):
+        """The capacity of a group is of its valid tokens; here groups differ."""
+        valid = np.arange(TOKENS) % 5 > (np.arange(TOKENS) >= TOKENS // 2) * 2
+        factor = 0.7
+        kept = first_choices(
+            np.where(valid[:, None], ids, -1),
+            lambda pairs: max(math.ceil(factor * pairs / RANKS), EXPERTS // RANKS),
+        )
+        assert 0 < kept.sum() < TOP_K * valid.sum()
+        y, counts = levanter_moe.moe_mlp(
+            *(x, ids, weights, np.concatenate([w_gate, w_up], -1), w_down),
+            comm=comm,
+            token_valid=jnp.asarray(valid),
+            capacity_factor=factor,
+            report_capacity_overflow=True,
+        )
+        want = dense(kept, x, weights, w_gate, w_up, w_down)
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+        assert int(counts.dropped) == TOP_K * valid.sum() - kept.sum()
+
 
 class TestMaxText:
     """Routing by its own methods, buffers by ragged_buffer_factor."""
 
     @staticmethod
-    def layer(factor):
+    def layer(factor, ring):
         """What RoutedMoE has that sparse_matmul asks for."""
         config = SimpleNamespace(
+            use_ring_of_experts=ring,
             ragged_buffer_factor=factor,
             load_balance_loss_weight=0.5,
             routed_bias_update_rate=0.25,
@@ -164,12 +196,15 @@ class TestMaxText:
 
     @pytest.mark.parametrize("factor", [0.6, -1.0])
     @pytest.mark.parametrize("with_biases", [False, True])
-    def test_sparse_matmul(self, comm, factor, with_biases):
-        layer = self.layer(factor)
+    @pytest.mark.parametrize("ring", [False, True])
+    def test_sparse_matmul(self, comm, factor, with_biases, ring):
+        layer = self.layer(factor, ring)
         logits = normal(11, TOKENS, EXPERTS)
         none_dropped = np.ones(ids.shape, bool)
         capacity = int(factor * (TOKENS * TOP_K // (GROUPS * RANKS)))
-        kept = none_dropped if factor < 0 else kept_by_expert(ids, capacity)
+        kept = none_dropped
+        if factor > 0:
+            kept = first_choices(ids, capacity, "expert" if ring else "source")
         assert kept.all() == (factor < 0)
 
         def ours(x, logits, w_gate, w_up, w_down, biases):
@@ -194,9 +229,14 @@ class TestMaxText:
 
 
 class TestAxLearn:
-    """Gating by its own module; nothing is dropped."""
+    """Gating by its own module, room by expert_parallel_capacity."""
 
-    def test_dispatch_and_combine(self, comm):
+    @pytest.mark.parametrize("factor", [0.6, 4.0])
+    def test_dispatch_and_combine(self, comm, factor):
+        capacity = int(factor * (TOKENS * TOP_K // (GROUPS * RANKS)))
+        # A device's tokens here are a part of the sequence of a batch of two.
+        kept = first_choices(ids, capacity, "source")
+        assert kept.all() == (factor == 4.0)
         left: dict[str, object] = {}
         shape = (2, TOKENS // 2)
 
@@ -215,6 +255,7 @@ class TestAxLearn:
             layer = SimpleNamespace(
                 config=SimpleNamespace(
                     num_experts=EXPERTS,
+                    expert_parallel_capacity=factor,
                     input_dim_to_partition_spec={"bsm": P("data", "expert", None)},
                     load_balance_loss_weight=0.5,
                     router_z_loss_weight=0.25,
@@ -233,9 +274,7 @@ class TestAxLearn:
         def twin(x, w_router, *matrices):
             logits = jnp.einsum("tm,me->te", x, w_router, precision="highest")
             picked = jax.nn.one_hot(ids, EXPERTS) * logits[:, None]
-            return dense(
-                np.ones(ids.shape), x, jax.nn.softmax(picked.sum(-1)), *matrices
-            )
+            return dense(kept, x, jax.nn.softmax(picked.sum(-1)), *matrices)
 
         w_router = normal(11, HIDDEN, EXPERTS)
         args = x, w_router, w_gate, w_up, w_down
@@ -249,7 +288,7 @@ class TestAxLearn:
         np.testing.assert_allclose(
             found["aux_loss"], 0.5 * (x @ w_router).mean() + 0.25 * 3, rtol=1e-4
         )
-        assert int(found["ep_dropped_tokens"]) == 0
+        assert int(found["ep_dropped_tokens"]) == (~kept).sum()
 
 
 @pytest.mark.parametrize(

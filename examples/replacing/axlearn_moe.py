@@ -13,10 +13,11 @@ takes x [batch, sequence, M] and gives what that method does. `comm` is of the a
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -31,15 +32,19 @@ def dispatch_and_combine(self, x, *, comm, glu=silu_linear):
     logits = jnp.einsum("bsm,me->bse", x, params["gate_weight"]).astype(jnp.float32)
     gating = self.gating(logits, cfg.seq_load_balance_loss_weight)
     matrices = [params[f"{name}_weight"] for name in ("wi_0", "wi_1", "wo")]
-    layer = functools.partial(jax_ep.sharded_moe, comm=comm, **sizes(cfg))
     inputs = x, gating.gate_assignment, gating.expert_weights, matrices
-    y, stats = layer(*inputs, functools.partial(experts, glu))
+    sizes = limits(cfg, gating.gate_assignment, comm)
+    y, stats = jax_ep.sharded_moe(*inputs, functools.partial(experts, glu), **sizes)
     return report(self, gating, stats, y)
 
 
-def sizes(cfg):
-    tokens = cfg.input_dim_to_partition_spec["bsm"][:2]
-    return {"num_experts": cfg.num_experts, "token_spec": P(*tokens)}
+def limits(cfg, ids, comm):
+    """How tokens are split, and the choices that a rank's experts take."""
+    spec = P(*cfg.input_dim_to_partition_spec["bsm"][:2])
+    pairs = math.prod(NamedSharding(comm.mesh, spec).shard_shape(ids.shape))
+    limit = int(pairs * cfg.expert_parallel_capacity)
+    drops = {"expert_limit": limit, "drop_order": "source"}
+    return drops | {"comm": comm, "num_experts": cfg.num_experts, "token_spec": spec}
 
 
 def experts(glu, params, rows, group_sizes, group_alignment):

@@ -9,7 +9,6 @@ of the axis "expert" of the mesh, over all of which tokens are split.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -46,14 +45,19 @@ def moe_mlp(
     report_capacity_overflow=False,
     **_,  # mesh and implementation: comm says both
 ):
-    pairs = selected_experts.size * comm.num_ranks // comm.mesh.size  # of a group
-    capacity = math.ceil(capacity_factor * pairs / comm.num_ranks)
-    capacity = max(capacity, len(w_down) // comm.num_ranks)
+    limit = functools.partial(rows_of_a_rank, capacity_factor, len(w_down), comm)
     layer = functools.partial(jax_ep.sharded_moe, comm=comm, num_experts=len(w_down))
-    layer = functools.partial(layer, expert_capacity=capacity, expert_alignment=1)
     inputs = x, selected_experts, combine_weights, (w_up_gate, w_down)
-    y, stats = layer(*inputs, experts(activation), valid=token_valid)
+    options = {"valid": token_valid, "expert_limit": limit}
+    y, stats = layer(*inputs, experts(activation), **options)
     return (y, counts(stats, inputs[1], token_valid)) if report_capacity_overflow else y
+
+
+def rows_of_a_rank(factor, num_experts, comm, pairs):
+    """What a rank's experts take of the valid choices of its group."""
+    share = jnp.ceil(factor * pairs.astype(jnp.float32) / comm.num_ranks)
+    share = share.astype(jnp.int32)
+    return jnp.maximum(share, num_experts // comm.num_ranks)
 
 
 def experts(activation):

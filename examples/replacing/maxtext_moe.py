@@ -58,7 +58,8 @@ def capacity(self, topk_idx, comm) -> dict[str, Any]:
     if factor <= 0:
         return {}
     pairs = topk_idx.size // comm.mesh.size
-    return {"expert_capacity": int(pairs * factor), "expert_alignment": 1}
+    order = "expert" if self.config.use_ring_of_experts else "source"
+    return {"expert_limit": int(pairs * factor), "drop_order": order}
 
 
 def balance_loss(self, topk_idx, gate_logits):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._api import fp8_dispatch, ops
-from jax_ep._api.planning import DropOrder, Tokens, make_plan
+from jax_ep._api.plan_options import PlanKeywords, PlanOptions, plan_options
+from jax_ep._api.planning import make_plan
 from jax_ep._data.plan import Plan
 from jax_ep._operations import fp8
 from jax_ep._setup.communicator import Communicator
@@ -27,16 +28,10 @@ def moe(
     *,
     comm: Communicator,
     num_experts: int,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    expert_alignment: int | None = None,
-    expert_capacity: int | None = None,
-    node_capacity: int | None = None,
-    drop_order: DropOrder = "expert",
-    expert_limit: int | jax.Array | None = None,
-    tokens: Tokens = "split",
+    options: PlanOptions | None = None,
     unreduced: bool = False,
     quantize: Literal["fp8"] | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> Any:
     """A mixture-of-experts layer. Collective over `comm`'s axis.
 
@@ -69,23 +64,17 @@ def moe(
         rows is not read.
       comm: the communicator.
       num_experts: E, see `make_plan`.
-      capacity: C, see `make_plan`. The Plan tells about demand and overflow:
-        `moe_with_plan` lets you look at it.
-      capacity_factor: see `make_plan`.
-      expert_alignment: see `make_plan`. The default, None, is what products are
-        fastest with. Where no expert row is dropped results do not depend on it.
-      expert_capacity: S, see `make_plan`.
-      node_capacity: see `make_plan`.
-      drop_order: see `make_plan`.
-      expert_limit: see `make_plan`.
-      tokens: "replicated" where every rank has the same T tokens, as in decoding; see
-        `make_plan`. Every rank permutes the rows of its experts from its own copy, and
-        every rank gets all outputs, summed by jax.lax.psum.
+      options: sizes of buffers, what is dropped, and whether tokens are replicated;
+        see `PlanOptions`. The Plan tells about demand and overflow: `moe_with_plan`
+        lets you look at it.
       unreduced: of replicated tokens, gives this rank's terms of the outputs and sums
         nothing; see `combine`.
       quantize: "fp8": x, one array [T, H], travels as `quantize_fp8` makes it, half
         the bytes, and expert_fn gets `Fp8Rows`, which `gated_mlp` multiplies as they
         are. What expert_fn returns comes home as it is, of `gated_mlp` bfloat16.
+      **keywords: attributes of PlanOptions, in place of it. expert_alignment=None, the
+        default, is what products are fastest with; where no expert row is dropped
+        results do not depend on it.
 
     Returns:
       [T, ...] for each array that expert_fn returned.
@@ -99,19 +88,8 @@ def moe(
     dropped get exactly 0. With quantize straight through, as if x were not quantised,
     and in reverse mode only: cotangents of expert rows travel in bfloat16.
     """
-    plan = make_plan(
-        topk_idx,
-        comm=comm,
-        num_experts=num_experts,
-        capacity=capacity,
-        capacity_factor=capacity_factor,
-        expert_alignment=expert_alignment,
-        expert_capacity=expert_capacity,
-        node_capacity=node_capacity,
-        drop_order=drop_order,
-        expert_limit=expert_limit,
-        tokens=tokens,
-    )
+    options = plan_options("moe", options, keywords)
+    plan = make_plan(topk_idx, comm=comm, num_experts=num_experts, options=options)
     return moe_with_plan(
         x, topk_weights, expert_fn, plan, unreduced=unreduced, quantize=quantize
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import dtypes
 
-from jax_ep._api.planning import DropOrder, PlanRequest, check_request
+from jax_ep._api.plan_options import PlanKeywords, PlanOptions, plan_options
+from jax_ep._api.planning import PlanRequest, check_request
 from jax_ep._data import checks, sizes
 from jax_ep._data.plan import Plan
 from jax_ep._operations import (
@@ -79,13 +80,8 @@ def plan_dispatch(
     *,
     comm: Communicator,
     num_experts: int,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    expert_alignment: int | None = 1,
-    expert_capacity: int | None = None,
-    node_capacity: int | None = None,
-    drop_order: DropOrder = "expert",
-    expert_limit: int | jax.Array | None = None,
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> tuple[Plan, Any]:
     """`make_plan` and `dispatch` of few tokens in one launch.
 
@@ -101,16 +97,11 @@ def plan_dispatch(
 
     Args:
       tree: as for `dispatch`. Leaves past the 16th take launches of their own.
-      topk_idx: as for `make_plan`, and so are all that follow.
+      topk_idx: as for `make_plan`.
       comm: the communicator.
       num_experts: E.
-      capacity: C.
-      capacity_factor: chooses capacities.
-      expert_alignment: group_sizes is rounded up to a multiple of it; or None.
-      expert_capacity: S.
-      node_capacity: rows that a rank can send to another node.
-      drop_order: in which order pairs fill the expert rows.
-      expert_limit: pairs that are kept at most.
+      options: as for `make_plan`, but for tokens, which travel.
+      **keywords: as for `make_plan`.
 
     Returns:
       (plan, rows): a `Plan`, and the tree with leaves [C, ...], C times the bytes of a
@@ -124,18 +115,13 @@ def plan_dispatch(
     with the transpose `combine`. (`jax.linear_transpose` of a function that uses
     the plan for more wants the two calls.)
     """
-    request = check_request(
-        topk_idx,
-        comm=comm,
-        num_experts=num_experts,
-        capacity=capacity,
-        capacity_factor=capacity_factor,
-        expert_alignment=expert_alignment,
-        expert_capacity=expert_capacity,
-        node_capacity=node_capacity,
-        drop_order=drop_order,
-        expert_limit=expert_limit,
-    )
+    options = plan_options("plan_dispatch", options, keywords, expert_alignment=1)
+    if options.tokens != "split":
+        raise ValueError(
+            "jax_ep.plan_dispatch: tokens must be 'split', found "
+            f"{options.tokens!r}; make_plan and dispatch move no replicated tokens"
+        )
+    request = check_request(topk_idx, comm, num_experts, options)
     leaves, treedef = _leaves_of("dispatch", tree, request)
     if request.between_nodes:
         plan = request.make()

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, get_args
+from typing import Any, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._api.plan_options import (
+    DropOrder,
+    PlanKeywords,
+    PlanOptions,
+    Tokens,
+    plan_options,
+)
 from jax_ep._data import checks
 from jax_ep._data.checks import MAX_TOP_K
 from jax_ep._data.plan import Plan
@@ -24,23 +31,14 @@ from jax_ep._operations import (
 )
 from jax_ep._setup.communicator import Communicator
 
-DropOrder = Literal["expert", "source"]
-Tokens = Literal["split", "replicated"]
-
 
 def make_plan(
     topk_idx: jax.Array,
     *,
     comm: Communicator,
     num_experts: int,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    expert_alignment: int | None = 1,
-    expert_capacity: int | None = None,
-    node_capacity: int | None = None,
-    drop_order: DropOrder = "expert",
-    expert_limit: int | jax.Array | None = None,
-    tokens: Tokens = "split",
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> Plan:
     """Decides who sends which row where. Collective over `comm`'s axis.
 
@@ -61,47 +59,10 @@ def make_plan(
         ids in one token are legal: one row travels, each k counts.
       comm: the communicator, over whose mesh the surrounding shard_map runs.
       num_experts: E >= 1; need not divide by R (the last ranks own fewer).
-      capacity: C >= 1, rows of the receive buffer. Default R * T: nothing can
-        be dropped, b * R * T bytes for a leaf of b bytes a row. Rows past C, in
-        (source rank, token) order, are dropped at the sender: they contribute 0
-        forward and backward, and `num_demand` and `overflow` tell.
-      capacity_factor: chooses both capacities where they are None, as a
-        multiple of the (token, k) pairs of a rank when all experts are equally
-        busy: capacity = factor * pairs, at most R * T, and expert_capacity =
-        factor * pairs plus the pads. 1 is enough for perfect balance.
-      expert_alignment: group_sizes is rounded up to a multiple of it. None: what
-        `ragged_dot` and `gated_mlp` want of groups, 128 on GPUs and 1 elsewhere;
-        1 with an expert_capacity that is no multiple of that.
-      expert_capacity: S >= 1, a multiple of expert_alignment, the rows that
-        `permute` makes. Default: the worst case, min(C, R * T) * K and the
-        pads, where nothing can be dropped: K times the bytes of the receive
-        buffer and more. Expert rows past S are dropped: they contribute 0 forward
-        and backward, and `expert_demand` and `expert_overflow` tell.
-      node_capacity: >= 1, rows that a rank can send to one other node; buffers
-        between nodes are so large, and so much travels, whatever is in it.
-        Default T: nothing can be dropped. Rows past it, in the order of tokens,
-        are dropped at the sender: they contribute 0 forward and backward, and
-        `node_demand` and `node_overflow` tell. Without effect on one node.
-      drop_order: in which order (token, k) pairs fill the S expert rows, and past
-        which they are dropped. "expert": (expert, source, token, k), as rows stand in
-        the result of `permute`. "source": (source, expert, token, k), as where each
-        source sorts its pairs by expert and the receiver's buffer takes them source
-        after source: MaxText's ragged buffer, AXLearn's capacity. It keeps S pairs, or
-        what capacity_factor says; with a given expert_capacity and an alignment of A
-        as many as fit however they fall on the experts, about S - L * (A - 1), so
-        that expert_alignment=None then stays 1. `expert_limit` needs no such care.
-      expert_limit: pairs that this rank keeps at most, the first in drop_order, pads
-        not counted. An i32[] array, which may be traced and differ from rank to rank;
-        or an integer, from which a default of expert_capacity follows. None: as many
-        as there is room for. Where it, or drop_order="source", can drop something, the
-        pairs are numbered once more, in integers.
-      tokens: "split": every rank has tokens of its own. "replicated": every rank of
-        the group has the same T tokens and gives the same topk_idx, as in decoding
-        over ranks that share a batch. Then nothing travels: `dispatch` takes the rows
-        of this rank's experts from its own copy, C = T, slot t is token t, and
-        `combine` sums over ranks, so that every rank has all sums. Ids that differ
-        from rank to rank give sums of different tokens, and nobody notices. capacity
-        and node_capacity have to be None, and capacity_factor is of T * K pairs.
+      options: capacities, alignment and what is dropped, as one value; in its place
+        its attributes can be keywords. Default: nothing can be dropped.
+      **keywords: attributes of `PlanOptions`. expert_alignment is 1 where neither
+        says anything.
 
     Returns:
       A `Plan`. Integers only: it has no derivative.
@@ -110,19 +71,8 @@ def make_plan(
       TypeError, ValueError: a bad argument, with the rule and what was found.
       RuntimeError: the communicator is closed.
     """
-    return check_request(
-        topk_idx,
-        comm=comm,
-        num_experts=num_experts,
-        capacity=capacity,
-        capacity_factor=capacity_factor,
-        expert_alignment=expert_alignment,
-        expert_capacity=expert_capacity,
-        node_capacity=node_capacity,
-        drop_order=drop_order,
-        expert_limit=expert_limit,
-        tokens=tokens,
-    ).make()
+    options = plan_options("make_plan", options, keywords, expert_alignment=1)
+    return check_request(topk_idx, comm, num_experts, options).make()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,20 +182,65 @@ class PlanRequest:
 
 
 def check_request(
-    topk_idx: jax.Array,
-    *,
-    comm: Communicator,
-    num_experts: int,
-    capacity: int | None,
-    capacity_factor: float | None,
-    expert_alignment: int | None,
-    expert_capacity: int | None,
-    node_capacity: int | None,
-    drop_order: DropOrder,
-    expert_limit: int | jax.Array | None,
-    tokens: Tokens = "split",
+    topk_idx: jax.Array, comm: Communicator, num_experts: int, options: PlanOptions
 ) -> PlanRequest:
     """Checks the arguments of `make_plan` and fills in what follows from others."""
+    _check_comm(comm)
+    topk_idx = _checked_ids(topk_idx)
+    num_tokens, top_k = topk_idx.shape
+    num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
+    ids = as_int32(topk_idx, num_experts)
+    drop_order, tokens = options.drop_order, options.tokens
+    _check_choice("drop_order", drop_order, DropOrder)
+    _check_choice("tokens", tokens, Tokens)
+    if tokens == "replicated":
+        _check_no_travel(options)
+        options = dataclasses.replace(options, capacity=max(1, num_tokens))
+    num_rows = _sources(comm, tokens) * num_tokens
+    limit, most_kept = _checked_limit(options.expert_limit, num_rows * top_k)
+    if callable(limit):
+        limit = limit(demand.pairs_of_group(ids, comm, num_experts, tokens))
+    alignment = options.expert_alignment
+    if alignment is None:
+        alignment = _best_alignment(comm, options.expert_capacity, drop_order)
+    alignment = checks.check_small_integer("make_plan", "expert_alignment", alignment)
+    defaults = _defaults(comm, options, most_kept)
+    pairs = _balanced_pairs(
+        options.capacity_factor, num_rows * top_k, comm, num_experts
+    )
+    capacity = _checked_capacity(options.capacity, num_rows, pairs, comm, num_tokens)
+    local_experts = -(-num_experts // comm.num_ranks)
+    most = min(capacity, max(1, num_rows)) * top_k
+    # Pairs that fit, however they fall on the experts.
+    fitting = most if options.capacity_factor is None else max(1, min(most, pairs))
+    expert_capacity = options.expert_capacity
+    if expert_capacity is None:
+        if most_kept is not None:
+            fitting = min(fitting, max(1, most_kept))
+        expert_capacity = _padded(fitting, local_experts, alignment)
+    else:
+        expert_capacity = _checked_expert_capacity(expert_capacity, alignment)
+        fitting = _fitting(expert_capacity, local_experts, alignment)
+    node_capacity = options.node_capacity
+    node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
+    node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
+    return PlanRequest(
+        ids=ids,
+        comm=comm,
+        num_experts=num_experts,
+        capacity=capacity,
+        expert_alignment=alignment,
+        expert_capacity=expert_capacity,
+        worst_case=_padded(most, local_experts, alignment),
+        node_capacity=min(node_capacity, max(1, num_tokens)),
+        drop_order=drop_order,
+        limit=_limit(limit, fitting if drop_order == "source" else most, most),
+        defaults=defaults,
+        tokens=tokens,
+    )
+
+
+def _check_comm(comm: Any) -> None:
     if not isinstance(comm, Communicator):
         raise TypeError(
             "jax_ep.make_plan: comm must be a jax_ep.Communicator, found "
@@ -253,6 +248,9 @@ def check_request(
         )
     checks.check_open(comm, "make_plan")
     checks.check_inside_shard_map(comm, "make_plan")
+
+
+def _checked_ids(topk_idx: Any) -> jax.Array:
     topk_idx = jnp.asarray(topk_idx)
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(
@@ -264,66 +262,23 @@ def check_request(
             f"jax_ep.make_plan: topk_idx must be [T, K] with 1 <= K <= {MAX_TOP_K}, "
             f"found shape {topk_idx.shape}"
         )
-    num_tokens, top_k = topk_idx.shape
-    num_experts = checks.check_small_integer("make_plan", "num_experts", num_experts)
-    _check_choice("drop_order", drop_order, DropOrder)
-    _check_choice("tokens", tokens, Tokens)
-    if tokens == "replicated":
-        _check_no_travel(capacity=capacity, node_capacity=node_capacity)
-        capacity = max(1, num_tokens)
-    expert_limit, most_kept = _checked_limit(expert_limit)
-    if expert_alignment is None:
-        expert_alignment = _best_alignment(comm, expert_capacity, drop_order)
-    expert_alignment = checks.check_small_integer(
-        "make_plan", "expert_alignment", expert_alignment
-    )
-    defaults = _defaults(
-        comm,
-        capacity_factor,
-        capacity,
-        most_kept if expert_capacity is None else expert_capacity,
-        node_capacity,
-        tokens,
-    )
-    num_rows = _sources(comm, tokens) * num_tokens
-    pairs = _balanced_pairs(capacity_factor, num_rows * top_k, comm, num_experts)
-    if capacity is None:
-        capacity = max(1, min(num_rows, pairs))
-    capacity = checks.check_integer("make_plan", "capacity", capacity, 1)
+    return topk_idx
+
+
+def _checked_capacity(
+    value: Any, num_rows: int, pairs: int, comm: Communicator, num_tokens: int
+) -> int:
+    """C as int, or raises."""
+    if value is None:
+        value = max(1, min(num_rows, pairs))
+    capacity = checks.check_integer("make_plan", "capacity", value, 1)
     # Slots and token ids are int32; no real buffer comes near.
     if max(capacity, comm.num_ranks * num_tokens) > checks.INT32_MAX:
         raise ValueError(
             "jax_ep.make_plan: capacity and R * T must be below 2**31, found "
             f"capacity {capacity} and R * T = {comm.num_ranks * num_tokens}"
         )
-    local_experts = -(-num_experts // comm.num_ranks)
-    most = min(capacity, max(1, num_rows)) * top_k
-    worst_case = _padded(most, local_experts, expert_alignment)
-    # Pairs that fit, however they fall on the experts.
-    fitting = most if capacity_factor is None else max(1, min(most, pairs))
-    if expert_capacity is None:
-        if most_kept is not None:
-            fitting = min(fitting, max(1, most_kept))
-        expert_capacity = _padded(fitting, local_experts, expert_alignment)
-    else:
-        expert_capacity = _checked_expert_capacity(expert_capacity, expert_alignment)
-        fitting = _fitting(expert_capacity, local_experts, expert_alignment)
-    node_capacity = max(1, num_tokens) if node_capacity is None else node_capacity
-    node_capacity = checks.check_integer("make_plan", "node_capacity", node_capacity, 1)
-    return PlanRequest(
-        ids=as_int32(topk_idx, num_experts),
-        comm=comm,
-        num_experts=num_experts,
-        capacity=capacity,
-        expert_alignment=expert_alignment,
-        expert_capacity=expert_capacity,
-        worst_case=worst_case,
-        node_capacity=min(node_capacity, max(1, num_tokens)),
-        drop_order=drop_order,
-        limit=_limit(expert_limit, fitting if drop_order == "source" else most, most),
-        defaults=defaults,
-        tokens=tokens,
-    )
+    return capacity
 
 
 def _checked_expert_capacity(value: Any, alignment: int) -> int:
@@ -350,8 +305,9 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
         )
 
 
-def _check_no_travel(**sizes: Any) -> None:
-    for name, value in sizes.items():
+def _check_no_travel(options: PlanOptions) -> None:
+    for name in ("capacity", "node_capacity"):
+        value = getattr(options, name)
         if value is not None:
             raise ValueError(
                 "jax_ep.make_plan: with tokens='replicated' no row travels and "
@@ -360,8 +316,11 @@ def _check_no_travel(**sizes: Any) -> None:
             )
 
 
-def _checked_limit(value: Any) -> tuple[Any, int | None]:
-    """expert_limit as int or i32[], and again where it is known while JAX traces."""
+def _checked_limit(value: Any, most: int) -> tuple[Any, int | None]:
+    """expert_limit as int, i32[] or a function that gives one, and the most it can be.
+
+    None where that is not known while JAX traces.
+    """
     number = checks.as_integer(value)
     if value is None or number is not None:
         if number is not None and number < 0:
@@ -369,16 +328,26 @@ def _checked_limit(value: Any) -> tuple[Any, int | None]:
                 f"jax_ep.make_plan: expert_limit must be >= 0, found {number}"
             )
         return number, number
+    if callable(value):
+        # Eagerly, as if no shard_map were around.
+        nowhere = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with jax.ensure_compile_time_eval(), nowhere:
+            most_kept = int(_limit_array(value(jnp.int32(most))))
+        return lambda pairs: _limit_array(value(pairs)), max(0, most_kept)
+    return _limit_array(value), None
+
+
+def _limit_array(value: Any) -> jax.Array:
     found = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
             if jnp.iinfo(value.dtype).max > checks.INT32_MAX:
                 value = jnp.clip(value, 0, checks.INT32_MAX)
-            return value.astype(jnp.int32), None
+            return value.astype(jnp.int32)
         found = f"{value.dtype}{list(value.shape)}"
     raise TypeError(
-        "jax_ep.make_plan: expert_limit must be an integer, or an integer array of "
-        f"shape [], found {found}"
+        "jax_ep.make_plan: expert_limit must be an integer, an integer array of "
+        f"shape [], or a function that returns one, found {found}"
     )
 
 
@@ -408,19 +377,16 @@ def _best_alignment(
 
 
 def _defaults(
-    comm: Communicator,
-    factor: float | None,
-    capacity: int | None,
-    expert_capacity: int | None,
-    node_capacity: int | None,
-    tokens: Tokens,
+    comm: Communicator, options: PlanOptions, most_kept: int | None
 ) -> Defaults:
     """Which of the capacities nobody chose."""
     given = {}
-    if factor is None:
-        given |= {"capacity": capacity, "expert_capacity": expert_capacity}
-    if comm.num_nodes > 1 and tokens == "split":
-        given["node_capacity"] = node_capacity
+    if options.capacity_factor is None:
+        chosen = options.expert_capacity
+        chosen = most_kept if chosen is None else chosen
+        given |= {"capacity": options.capacity, "expert_capacity": chosen}
+    if comm.num_nodes > 1 and options.tokens == "split":
+        given["node_capacity"] = options.node_capacity
     return Defaults(name for name, size in given.items() if size is None)
 
 

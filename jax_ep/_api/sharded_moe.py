@@ -5,14 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._api.moe import moe_with_plan
-from jax_ep._api.planning import Tokens, as_int32, make_plan
+from jax_ep._api.plan_options import (
+    PlanKeywords,
+    PlanOptions,
+    Tokens,
+    plan_options,
+)
+from jax_ep._api.planning import as_int32, make_plan
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
 from jax_ep._data.ranks import named_axes
@@ -49,11 +56,9 @@ def sharded_moe(
     token_spec: PartitionSpec | None = None,
     param_specs: Any = None,
     valid: jax.Array | None = None,
-    expert_alignment: int | None = None,
-    expert_limit: int | jax.Array | Callable[[jax.Array], jax.Array] | None = None,
-    tokens: Tokens = "split",
+    options: PlanOptions | None = None,
     quantize: Literal["fp8"] | None = None,
-    **sizes: Any,
+    **keywords: Unpack[PlanKeywords],
 ) -> tuple[Any, MoeStats]:
     """`moe` of global arrays: no shard_map around it.
 
@@ -89,15 +94,11 @@ def sharded_moe(
         first axis over comm's axis.
       valid: bool[...]. Tokens where it is False are padding: they visit no expert,
         take no room, are counted nowhere, and get 0. Default: all are valid.
-      expert_alignment: as for `moe`.
-      expert_limit: as for `make_plan`, the same on all devices; or a function of how
-        many choices, i32[], the group of ranks has, which gives the limit of each
-        rank: for capacities that count valid tokens alone.
-      tokens: "replicated": all ranks of a group have the same tokens, as in decoding,
-        see `make_plan`. token_spec then leaves comm's axis out.
+      options: as for `moe`, of a device's own tokens. An expert_limit that is an array
+        is the same on all devices. token_spec leaves comm's axis out where tokens are
+        replicated.
       quantize: as for `moe`.
-      **sizes: capacity, capacity_factor, expert_capacity, node_capacity, drop_order:
-        as for `make_plan`.
+      **keywords: as for `moe`.
 
     Returns:
       (y, stats): y is [..., *] for each array that expert_fn returned, split like
@@ -114,20 +115,19 @@ def sharded_moe(
     Derivative: as of `moe`, in x, topk_weights and params. stats are integers and have
     none.
     """
+    options = plan_options("sharded_moe", options, keywords)
     comm = _communicator(comm, expert_axis)
     topk_idx, topk_weights = jnp.asarray(topk_idx), jnp.asarray(topk_weights)
     x = jax.tree.map(jnp.asarray, x)
-    token_spec = _checked_token_spec(comm, token_spec, topk_idx, tokens)
+    token_spec = _checked_token_spec(comm, token_spec, topk_idx, options.tokens)
     shape = topk_idx.shape[:-1]
     valid = jnp.ones(shape, bool) if valid is None else jnp.asarray(valid)
     _check_tokens(x, topk_weights, valid, shape)
     if param_specs is None:
         param_specs = _experts_first(params, comm, num_experts)
-    limit = {}
-    if checks.as_integer(expert_limit) is not None:  # sizes follow from it
-        sizes["expert_limit"] = expert_limit
-    elif expert_limit is not None and not callable(expert_limit):
-        limit["expert_limit"] = jnp.asarray(expert_limit)
+    # Arrays enter shard_map as operands.
+    limit = options.expert_limit
+    limit = limit if hasattr(limit, "dtype") else ()
 
     def on_rank(tokens_of_rank, params, limit):
         shape = tokens_of_rank[-1].shape
@@ -138,18 +138,12 @@ def sharded_moe(
         if jnp.issubdtype(topk_idx.dtype, jnp.integer):  # else make_plan complains
             topk_idx = as_int32(topk_idx, num_experts)
             topk_idx = jnp.where(valid[:, None], topk_idx, -1)
-        if callable(expert_limit):
-            choices = _choices_of_group(topk_idx, comm, num_experts, tokens)
-            limit = {"expert_limit": expert_limit(choices)}
-        plan = make_plan(
-            topk_idx,
-            comm=comm,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            tokens=tokens,
-            **sizes,
-            **limit,
+        here = (
+            options
+            if isinstance(limit, tuple)
+            else replace(options, expert_limit=limit)
         )
+        plan = make_plan(topk_idx, comm=comm, num_experts=num_experts, options=here)
         experts = functools.partial(expert_fn, params)
         y = moe_with_plan(x, topk_weights, experts, plan, quantize=quantize)
         y = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), y)
@@ -171,14 +165,6 @@ def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
     ranks = tuple(a for a in named_axes(plan.comm.axis_name) if a not in axes)
     dropped = jax.lax.psum(plan.dropped_pairs, (*axes, *ranks))
     return MoeStats(chosen, dropped, dropped > 0)
-
-
-def _choices_of_group(
-    ids: jax.Array, comm: Communicator, num_experts: int, tokens: Tokens
-) -> jax.Array:
-    """i32[]: the ids of all ranks that are an expert's; ids [T, K]."""
-    mine = ((ids >= 0) & (ids < num_experts)).sum(dtype=jnp.int32)
-    return mine if tokens == "replicated" else jax.lax.psum(mine, comm.axis_name)
 
 
 def _counts(ids: jax.Array, length: int) -> jax.Array:

@@ -41,6 +41,17 @@ def demand_counts(ids: jax.Array, comm: Ranks, num_experts: int) -> jax.Array:
     )
 
 
+def pairs_of_group(
+    ids: jax.Array, comm: Ranks, num_experts: int, tokens: str
+) -> jax.Array:
+    """i32[]: the ids [T, K] of all ranks of the group that name an expert."""
+    pairs = ((ids >= 0) & (ids < num_experts)).sum(dtype=jnp.int32)
+    if tokens == "replicated":
+        return pairs
+    axes = rank_axes(comm)
+    return lax.psum(make_varying(pairs, varying(ids) | axes), tuple(axes))
+
+
 def keep(plan: Plan, limit: int | jax.Array, by_source: bool) -> Plan:
     """`plan` with the first `limit` pairs of this rank, and without the others.
 
