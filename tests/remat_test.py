@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._api import moe as moe_module
 from jax_ep._api import planning
-from jax_ep._operations import fused_primitives
+from jax_ep._operations import expert_primitives, fused_primitives
 
 RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 4, 6, 2, 8, 5, 3
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -93,6 +93,9 @@ def test_counts(names, one_launch, monkeypatch):
     found["ep_dispatch"] += launches
     found["ep_permute"] += launches
     assert found == COUNTS[names]
+    # permute and unpermute each bind it; XLA merges the two.
+    places = layers.count_primitive(jaxpr, "ep_expert_rows")
+    assert places == 2 * found["ep_plan"]
 
 
 @pytest.mark.parametrize("names", COUNTS, ids=str)
@@ -150,6 +153,7 @@ def test_names_are_not_in_the_program(monkeypatch):
     named = text()
     monkeypatch.setattr(moe_module, "checkpoint_name", lambda tree, _: tree)
     monkeypatch.setattr(planning, "checkpoint_name", lambda tree, _: tree)
+    monkeypatch.setattr(expert_primitives, "checkpoint_name", lambda tree, _: tree)
     assert text() == named
 
 

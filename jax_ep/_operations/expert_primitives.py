@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -68,7 +69,7 @@ def expert_rows(plan: Plan) -> tuple[jax.Array, jax.Array]:
         expert_alignment=plan.expert_alignment,
         expert_capacity=plan.expert_capacity,
     )
-    return places, ranges
+    return checkpoint_name((places, ranges), "ep_plan")
 
 
 def permute(
