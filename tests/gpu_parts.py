@@ -17,6 +17,7 @@ RANKS = (8, 5, 4, 3, 2)
 SOME_RANKS = (8, 3)
 # Files that take long by themselves; the others share a pytest, a few each.
 LONG = (
+    *("gated_mlp_test", "product_kernels_test", "fp8_mlp_test", "drops_test"),
     *("dispatch_permute_test", "overlap_test", "low_latency_test", "moe_test"),
     *("permute_test", "gpu_test", "programs_test", "every_case_test"),
     *("plan_dispatch_test", "transforms_test", "control_flow_test"),
