@@ -139,7 +139,8 @@ class TestTargets:
         for platform in ("cpu", "cuda", "tpu"):
             text = lower(program("xla", wrap=gradient), platform)
             assert not calls(text)
-            assert "stablehlo.all_gather" in text
+            # One rank has nobody to ask.
+            assert ("stablehlo.all_gather" in text) == (harness.most_ranks() > 1)
 
 
 class TestNothingElse:
@@ -325,7 +326,7 @@ class TestSameEverywhere:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             first, second = pool.map(output, ("1", "2"))
         assert "jax_ep_plan" in first
-        assert "stablehlo.all_gather" in first
+        assert ("stablehlo.all_gather" in first) == (harness.most_ranks() > 1)
         assert first == second
 
 
