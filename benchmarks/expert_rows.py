@@ -13,7 +13,8 @@ from timing import Chain, first, link
 from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
-from jax_ep._operations import expert_primitives, xla_backend
+from jax_ep._operations import experts, xla_backend
+from jax_ep._operations.operation import bind
 
 
 def table(run: Tables, comm: jax_ep.Communicator) -> None:
@@ -125,23 +126,21 @@ class Local:
 
     def _prepare(self, topk_idx):
         plan = self._plan(topk_idx)
-        return plan.recv_topk_idx, *expert_primitives.expert_rows(plan)
+        return plan.recv_topk_idx, *experts.expert_rows(plan)
 
     def _params(self):
         return {"backend": self.comm.backend, "expert_capacity": self.places}
 
-    def _bind(self, primitive, routing, weights, leaves):
-        return expert_primitives._bind(
-            primitive, routing, weights, leaves, **self._params()
-        )
+    def _bind(self, name, routing, weights, leaves):
+        return experts.bind_weighted(name, routing, weights, leaves, **self._params())
 
     def check(self) -> None:
         """permute and unpermute against plain JAX, bit for bit."""
 
         def wrong(expert_rows, ranges, x, y):
             routing = (expert_rows, ranges)
-            (rows,) = self._bind(expert_primitives.permute_p, routing, None, [x])
-            (sums,) = self._bind(expert_primitives.unpermute_p, routing, None, [y])
+            (rows,) = self._bind("ep_permute", routing, None, [x])
+            (sums,) = self._bind("ep_unpermute", routing, None, [y])
             (right,) = xla_backend.permute(
                 expert_rows, None, x, expert_capacity=self.places
             )
@@ -212,11 +211,10 @@ class Local:
         slots, index = self.w.num_slots, self.w.num_slots * self.w.top_k * 4
         permuted = (self.rows + self.places) * row + index
         summed = (self.pairs + slots) * row + index
-        p = expert_primitives
 
         def numbered(context, carried):
             plan = dataclasses.replace(self._plan(context[1]), recv_topk_idx=carried)
-            return expert_primitives.expert_rows(plan)
+            return experts.expert_rows(plan)
 
         numbering = Chain(
             "expert_rows",
@@ -228,20 +226,20 @@ class Local:
         )
 
         def dots(expert_rows, ranges, x, y):
-            return p.row_dots_p.bind(expert_rows, ranges, x, y, **self._params())
+            return bind("ep_row_dots", expert_rows, ranges, x, y, **self._params())
 
         rows = self._rows_chain
         return {
             "copy": (self._copy(permuted), permuted // 2 // row * row * 2),
             "expert_rows": (numbering, 2 * index),
-            "permute": (rows("permute", p.permute_p, None, self.x), permuted),
-            "unpermute": (rows("unpermute", p.unpermute_p, None, self.y), summed),
+            "permute": (rows("permute", "ep_permute", None, self.x), permuted),
+            "unpermute": (rows("unpermute", "ep_unpermute", None, self.y), summed),
             "unpermute, weighted": (
-                rows("unpermute", p.unpermute_p, self.weights, self.y),
+                rows("unpermute", "ep_unpermute", self.weights, self.y),
                 summed + index,
             ),
             "its backward: permute, weighted": (
-                rows("permute", p.permute_p, self.weights, self.x),
+                rows("permute", "ep_permute", self.weights, self.x),
                 permuted + index,
             ),
             "its backward: row_dots": (

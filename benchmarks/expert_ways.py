@@ -12,8 +12,8 @@ import jax
 from jax import lax
 
 import jax_ep
-from jax_ep._operations.primitive_rules import define_everywhere
-from jax_ep._operations.product_primitives import result_aval
+from jax_ep._operations.operation import Operation, bind, define, each_element
+from jax_ep._operations.ragged import result_aval
 
 OURS = "jax_ep.gated_mlp"
 # (rows [S, H], group_sizes, group_alignment, (w_gate, w_up, w_down)) -> [S, H].
@@ -106,16 +106,25 @@ def _weights_aval(lhs, rhs, group_sizes):
     return [result_aval(lhs, shape, lhs.dtype)]
 
 
-_example_rows_p = define_everywhere("example_rows", _rows_aval, _example_rows, {})
-_example_weights_p = define_everywhere(
-    "example_weights", _weights_aval, _example_weights, {}
-)
+for _name, _results, _reference in (
+    ("example_rows", _rows_aval, _example_rows),
+    ("example_weights", _weights_aval, _example_weights),
+):
+    define(
+        Operation(
+            name=_name,
+            results=_results,
+            reference=_reference,
+            batch=each_element,
+            eager=True,
+        )
+    )
 
 
 @jax.custom_vjp
 def example_product(lhs, rhs, group_sizes):
     """jax.experimental.pallas.ops.gpu's grouped product; rows of no group are left."""
-    (out,) = _example_rows_p.bind(lhs, rhs, group_sizes, transpose_rhs=False)
+    (out,) = bind("example_rows", lhs, rhs, group_sizes, transpose_rhs=False)
     return out
 
 
@@ -125,8 +134,8 @@ def _forward(lhs, rhs, group_sizes):
 
 def _backward(kept, ct):
     lhs, rhs, group_sizes = kept
-    (by_rows,) = _example_rows_p.bind(ct, rhs, group_sizes, transpose_rhs=True)
-    (by_weights,) = _example_weights_p.bind(lhs, ct, group_sizes)
+    (by_rows,) = bind("example_rows", ct, rhs, group_sizes, transpose_rhs=True)
+    (by_weights,) = bind("example_weights", lhs, ct, group_sizes)
     return by_rows, by_weights, None
 
 

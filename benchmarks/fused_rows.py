@@ -15,7 +15,7 @@ from timing import Chain, fence, first, link
 from workloads import Workload, workload_a, workload_cpu
 
 import jax_ep
-from jax_ep._operations import fused_primitives
+from jax_ep._operations import fused
 
 
 def table(run: Tables, comm: jax_ep.Communicator) -> None:
@@ -95,7 +95,7 @@ class Fused:
 
     @staticmethod
     def _one_step(plan, x, *others):
-        rows, received = fused_primitives.dispatch_permute([x], others, plan)
+        rows, received = fused.dispatch_permute([x], others, plan)
         return *rows, *received
 
     def check(self) -> None:

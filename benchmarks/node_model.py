@@ -18,7 +18,7 @@ WIRE = 50e9  # bytes/s of a GPU's network card: 400 Gb/s
 NVLINK = 350e9  # bytes/s of a GPU's stores to peers, measured on H200
 TRANSFER = 15e-6  # seconds that a chunk costs beside its bytes: a guess
 SLACK = 1.25  # node_capacity over the mean, where it is chosen
-MIN_CHUNK, MAX_CHUNKS = 4 << 20, 8  # as jax_ep/_operations/node_primitives.py
+MIN_CHUNK, MAX_CHUNKS = 4 << 20, 8  # as jax_ep/_operations/node_exchanges.py
 
 
 def hit(parts: int, choices: float = K) -> float:

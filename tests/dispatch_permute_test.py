@@ -24,7 +24,8 @@ from jax import lax
 
 import jax_ep
 from jax_ep._api import ops
-from jax_ep._operations import fused_primitives
+from jax_ep._operations import fused as launches
+from jax_ep._operations import table
 
 RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
@@ -42,12 +43,12 @@ OTHERS = {"float32[]": ((), np.float32), "float32[4,20]": ((4, 20), np.float32)}
 def fused(monkeypatch):
     """jax_ep.moe takes the primitive, whatever the backend."""
     everywhere = frozenset({"cuda", "cpu", "xla"})
-    monkeypatch.setattr(fused_primitives, "BACKENDS", everywhere)
+    monkeypatch.setattr(launches, "BACKENDS", everywhere)
 
 
 def both(grouped, others, plan):
     """(fused, in two steps) of dicts of leaves."""
-    moved = fused_primitives.dispatch_permute(
+    moved = launches.dispatch_permute(
         list(grouped.values()), list(others.values()), plan
     )
     rows, received = jax_ep.dispatch((grouped, others), plan)
@@ -443,7 +444,8 @@ def test_moe(case, fused_layers):
 def test_one_call_for_cuda(fused, monkeypatch):
     """Results, scratch and routing of the custom call, lowered without a GPU."""
     del fused
-    monkeypatch.setattr(fused_primitives, "_NATIVE_BACKENDS", frozenset({NATIVE}))
+    native = table.DISPATCH_PERMUTE.native
+    monkeypatch.setitem(vars(native), "backends", frozenset({NATIVE}))
     mesh = layers.mesh({"ep": RANKS})
     comm = layers.communicator(mesh, "ep", NATIVE)
     ids, x, others = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), inputs())

@@ -33,7 +33,7 @@ from process_program import (
 )
 
 import jax_ep
-from jax_ep._operations import primitives
+from jax_ep._operations import calls
 from jax_ep._setup import bootstrap, fabric, gpu_memory
 from jax_ep._setup import request as set_up
 
@@ -511,7 +511,7 @@ def plans_side_by_side(*, pairs, rounds, mode=None, one_slot=False):
     experts = 32 * ranks
     if one_slot:
         count = itertools.count(0, 128)
-        primitives._site_number = lambda ctx, comm, slot: next(count)
+        calls._site_number = lambda ctx, comm, slot: next(count)
 
     def body(a, b, x):
         first = jax_ep.make_plan(a, comm=comm, num_experts=experts)

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep._operations import node_primitives
+from jax_ep._operations import node_exchanges
 from jax_ep._setup import node_wire
 from jax_ep._setup.bootstrap import CannotWork
 
@@ -134,7 +134,7 @@ def test_no_collective_and_no_fused_launch(comm):
 )
 def test_chunks(block, row_bytes, nodes, num_channels, want):
     comm = types.SimpleNamespace(num_nodes=nodes, _num_channels=num_channels)
-    assert node_primitives.chunks(comm, block, row_bytes) == want
+    assert node_exchanges.chunks(comm, block, row_bytes) == want
 
 
 # Set-up of the wire -----------------------------------------------------------

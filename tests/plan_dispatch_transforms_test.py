@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import jax_ep
-from jax_ep._operations import plan_dispatch_primitives
+from jax_ep._operations import table
 
 RANKS = harness.few_ranks()
 NATIVE = harness.BACKENDS[0]
@@ -250,7 +250,7 @@ def lowered(tokens, columns, wrap=lambda f: f):
 def test_one_call_for_cuda(monkeypatch):
     """Operands and results of the custom call."""
     backends = frozenset({NATIVE})
-    monkeypatch.setattr(plan_dispatch_primitives, "_NATIVE_BACKENDS", backends)
+    monkeypatch.setitem(vars(table.PLAN_DISPATCH.native), "backends", backends)
     names, (call,) = lowered(128, 7168)
     assert names == ["plan_dispatch"]
     operands, results = call.split(" : ")[-1].split(" -> ")
@@ -263,7 +263,7 @@ def test_one_call_for_cuda(monkeypatch):
 
 def test_what_more_it_becomes(monkeypatch):
     backends = frozenset({NATIVE})
-    monkeypatch.setattr(plan_dispatch_primitives, "_NATIVE_BACKENDS", backends)
+    monkeypatch.setitem(vars(table.PLAN_DISPATCH.native), "backends", backends)
 
     def tangent(f):
         return lambda x: jax.jvp(f, (x,), (x,))

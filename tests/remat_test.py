@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._api import moe as moe_module
 from jax_ep._api import planning
-from jax_ep._operations import expert_primitives, fused_primitives
+from jax_ep._operations import experts, fused
 
 RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 4, 6, 2, 8, 5, 3
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def test_the_table_is_there():
 @pytest.mark.parametrize("one_launch", [False, True], ids=["two", "one"])
 def test_counts(names, one_launch, monkeypatch):
     backends = frozenset({"xla"} if one_launch else ())
-    monkeypatch.setattr(fused_primitives, "BACKENDS", backends)
+    monkeypatch.setattr(fused, "BACKENDS", backends)
     comm = layers.communicator(layers.mesh({"ep": RANKS}), "ep", "xla")
     jaxpr = jax.make_jaxpr(gradients(comm, names))(*arguments())
     found = {op: layers.count_primitive(jaxpr, op) for op in COUNTS[names]}
@@ -153,7 +153,7 @@ def test_names_are_not_in_the_program(monkeypatch):
     named = text()
     monkeypatch.setattr(moe_module, "checkpoint_name", lambda tree, _: tree)
     monkeypatch.setattr(planning, "checkpoint_name", lambda tree, _: tree)
-    monkeypatch.setattr(expert_primitives, "checkpoint_name", lambda tree, _: tree)
+    monkeypatch.setattr(experts, "checkpoint_name", lambda tree, _: tree)
     assert text() == named
 
 

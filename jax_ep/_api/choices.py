@@ -13,8 +13,8 @@ from jax_ep._api import ops
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
 from jax_ep._data.ranks import collective_axes
-from jax_ep._operations import expert_primitives
-from jax_ep._operations.primitive_rules import sum_dtype
+from jax_ep._operations import experts
+from jax_ep._operations.arrays import sum_dtype
 
 # A slot is told in two numbers that float32 holds exactly.
 _LOW_BITS = 12
@@ -56,7 +56,7 @@ def permute_weights(weights: jax.Array, plan: Plan) -> jax.Array:
     ops._check_weights("permute_weights", weights, (plan.capacity, plan.top_k), "C, K")
     wide = sum_dtype(weights.dtype)
     ones = jnp.ones((plan.capacity,), wide)
-    (scaled,) = expert_primitives.permute([ones], plan, weights.astype(wide))
+    (scaled,) = experts.permute([ones], plan, weights.astype(wide))
     return scaled.astype(weights.dtype)
 
 
@@ -130,7 +130,7 @@ def _plan_of_choices(plan: Plan) -> Plan:
     What make_plan would say of ids [T * K, 1], but for choices that have no place;
     only what the two read of it.
     """
-    places, _ = expert_primitives.expert_rows(plan)
+    places, _ = experts.expert_rows(plan)
     placed = places >= 0
     capacity = min(plan.expert_capacity, plan.capacity * plan.top_k)
     # As rows of one expert, in the order of (slot, k): so of (source, token, k).
@@ -141,7 +141,7 @@ def _plan_of_choices(plan: Plan) -> Plan:
         expert_alignment=1,
         expert_capacity=capacity,
     )
-    slots, _ = expert_primitives.expert_rows(in_order)
+    slots, _ = experts.expert_rows(in_order)
     pair = (
         jnp.full((capacity,), -1, jnp.int32)
         .at[jnp.where(placed, slots, capacity).ravel()]

@@ -13,6 +13,7 @@ from jax_ep._api import ops
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
 from jax_ep._operations import replicated
+from jax_ep._operations.arrays import make_varying, varying
 from jax_ep._operations.fp8 import (
     FLOATS,
     Fp8Rows,
@@ -21,7 +22,6 @@ from jax_ep._operations.fp8 import (
     dequantize_fp8,
     quantize_fp8,
 )
-from jax_ep._operations.primitive_rules import make_varying, varying
 
 
 def dispatch_fp8(

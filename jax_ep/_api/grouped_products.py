@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._data import checks
-from jax_ep._operations import fp8, fp8_primitives, gated_primitives, product_primitives
+from jax_ep._operations import fp8, fp8_gated, gated, ragged
 
 _FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
@@ -62,7 +62,7 @@ def ragged_dot(
         "ragged_dot", "rhs", rhs, "G, K, N", (None, lhs.shape[1], None), lhs.dtype
     )
     sizes = _checked_sizes("ragged_dot", group_sizes, rhs.shape[0])
-    return product_primitives.rows(
+    return ragged.rows(
         sizes,
         lhs,
         rhs,
@@ -199,8 +199,8 @@ def gated_mlp(
     output = _mlp(sizes, rows, weights, biases, glu, closed, options)
     if b_down is None:
         return output
-    dtype = product_primitives.wide(rows.dtype)
-    bias = product_primitives.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
+    dtype = ragged.wide(rows.dtype)
+    bias = ragged.bias_rows(sizes, arrays["b_down"], len(rows), dtype)
     return (output.astype(dtype) + bias).astype(rows.dtype)
 
 
@@ -224,7 +224,7 @@ def _fp8_mlp(rows, group_sizes, weights, activation, glu, alignment) -> jax.Arra
             "jax_ep.gated_mlp: with rows in FP8 the activation must not close over "
             "traced arrays; dequantise the rows and call gated_mlp without FP8"
         )
-    return fp8_primitives.gated_mlp(
+    return fp8_gated.gated_mlp(
         _checked_sizes("gated_mlp", group_sizes, groups),
         rows,
         weights,
@@ -237,11 +237,9 @@ def _fp8_mlp(rows, group_sizes, weights, activation, glu, alignment) -> jax.Arra
 def _mlp(sizes, rows, weights, biases, glu, closed: bool, options) -> jax.Array:
     """The MLPs without the last bias."""
     if closed:
-        return gated_primitives.gated_mlp(
-            sizes, rows, weights, biases, glu=glu, **options
-        )
+        return gated.gated_mlp(sizes, rows, weights, biases, glu=glu, **options)
     # It closes over what may have a gradient of its own, such as a slope.
-    function = functools.partial(gated_primitives.by_products, glu=glu, **options)
+    function = functools.partial(gated.by_products, glu=glu, **options)
     return jax.checkpoint(function)(sizes, rows, *weights, *biases)[0]
 
 
@@ -249,15 +247,13 @@ def _batches(sizes, rows, weights, biases, b_down, glu, closed, options) -> jax.
     """The MLPs of batches."""
     options = {"glu": glu, "precision": options["precision"]}
     if closed:
-        output = gated_primitives.gated_batches(sizes, rows, weights, biases, **options)
+        output = gated.gated_batches(sizes, rows, weights, biases, **options)
     else:
-        (output,) = gated_primitives.plain_batches(
-            sizes, rows, *weights, *biases, **options
-        )
+        (output,) = gated.plain_batches(sizes, rows, *weights, *biases, **options)
     if b_down is None:
         return output
     inside = jnp.arange(rows.shape[1])[None] < sizes[:, None]
-    dtype = product_primitives.wide(rows.dtype)
+    dtype = ragged.wide(rows.dtype)
     output = output.astype(dtype) + b_down.astype(dtype)[:, None]
     return jnp.where(inside[:, :, None], output, 0).astype(rows.dtype)
 
@@ -386,7 +382,7 @@ def _checked_result(op: str, preferred: Any, dtype: Any) -> Any:
 
 def _checked_glu(
     op: str, activation: Any, glu: Any, shape: tuple[int, ...], dtype: Any
-) -> tuple[gated_primitives.Glu, bool]:
+) -> tuple[gated.Glu, bool]:
     """(gate, up) -> hidden, and whether it closes over no traced array."""
     if glu is not None and activation is not jax.nn.silu:
         raise ValueError(f"jax_ep.{op}: give activation or glu, not both")
@@ -395,10 +391,10 @@ def _checked_glu(
         raise TypeError(
             f"jax_ep.{op}: {name} must be a function, found {type(function).__name__}"
         )
-    glu = gated_primitives.Gated(function) if glu is None else glu
-    traced = gated_primitives.glu_jaxpr(glu, shape, dtype)
+    glu = gated.Gated(function) if glu is None else glu
+    traced = gated.glu_jaxpr(glu, shape, dtype)
     found = [f"{a.dtype}{list(a.shape)}" for a in traced.out_avals]
-    wanted = f"{product_primitives.wide(dtype)}{list(shape)}"
+    wanted = f"{ragged.wide(dtype)}{list(shape)}"
     if found != [wanted]:
         raise ValueError(
             f"jax_ep.{op}: {name} must return {wanted} as it gets, found "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep._api.planning import as_int32
 from jax_ep._data import checks
 from jax_ep._data.checks import MAX_TOP_K
-from jax_ep._operations import fp8, low_latency_primitives
+from jax_ep._operations import fp8, low_latency
 from jax_ep._setup.low_latency_buffer import LowLatencyBuffer
 
 Layout = Literal["expert", "rank"]
@@ -150,7 +150,7 @@ def low_latency_dispatch(
         in_kernel = buffer.backend == "cuda"
         leaves = leaves if in_kernel else fp8.quantize_fp8(x)
     topk_idx = as_int32(topk_idx, buffer.num_experts)
-    results = low_latency_primitives.dispatch(
+    results = low_latency.dispatch(
         topk_idx,
         topk_weights,
         leaves,
@@ -232,7 +232,7 @@ def low_latency_combine(
         topk_weights = _weights(
             "low_latency_combine", topk_weights, (handle.num_tokens, handle.top_k)
         )
-    out = low_latency_primitives.combine(
+    out = low_latency.combine(
         handle._topk_idx,
         topk_weights,
         handle._places,

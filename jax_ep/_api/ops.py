@@ -14,14 +14,13 @@ from jax_ep._api.planning import PlanRequest, check_request
 from jax_ep._data import checks, sizes
 from jax_ep._data.plan import Plan
 from jax_ep._operations import (
-    expert_primitives,
-    fused_primitives,
-    node_primitives,
-    plan_dispatch_primitives,
-    primitives,
+    exchanges,
+    experts,
+    fused,
+    node_exchanges,
     replicated,
 )
-from jax_ep._operations.primitive_rules import SUMMABLE
+from jax_ep._operations.arrays import SUMMABLE
 from jax_ep._setup.communicator import Communicator
 
 # XLA packs these below a byte; they travel one to a byte, without loss.
@@ -127,7 +126,7 @@ def plan_dispatch(
         plan = request.make()
         return plan, dispatch(tree, plan)
     sizes.warn_of_defaults("plan_dispatch", request, leaves, *_OF_DISPATCH)
-    arrays, rows = plan_dispatch_primitives.plan_dispatch(
+    arrays, rows = fused.plan_dispatch(
         request.ids, [_convert(x, _travels_as(x)) for x in leaves], **request.sizes
     )
     return request.inside_a_node(arrays), treedef.unflatten(
@@ -216,9 +215,7 @@ def permute(tree: Any, plan: Plan) -> Any:
     leaves, treedef = _checked_leaves("permute", tree, plan)
     checks.check_places("permute", plan)
     sizes.warn_of_defaults("permute", plan, leaves, "expert_capacity")
-    rows = expert_primitives.permute(
-        [_convert(x, _travels_as(x)) for x in leaves], plan
-    )
+    rows = experts.permute([_convert(x, _travels_as(x)) for x in leaves], plan)
     return treedef.unflatten(
         [_convert(row, x.dtype) for row, x in zip(rows, leaves, strict=True)]
     )
@@ -269,7 +266,7 @@ def unpermute(tree: Any, plan: Plan, weights: jax.Array | None = None) -> Any:
                     "jax_ep.unpermute: weights apply to real leaves, found "
                     f"{_found(leaf, path)}"
                 )
-    return treedef.unflatten(expert_primitives.unpermute(leaves, plan, weights))
+    return treedef.unflatten(experts.unpermute(leaves, plan, weights))
 
 
 def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
@@ -282,7 +279,7 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
             return permute(tree, plan), others
     if (
         not isinstance(plan, Plan)
-        or plan.comm.backend not in fused_primitives.BACKENDS
+        or plan.comm.backend not in fused.BACKENDS
         or plan._crossing is not None
     ):
         rows, received = dispatch((tree, others), plan)
@@ -293,9 +290,7 @@ def _dispatch_permute(tree: Any, others: Any, plan: Plan) -> tuple[Any, Any]:
     sizes.warn_of_defaults("dispatch", plan, leaves, *_OF_DISPATCH)
     sizes.warn_of_defaults("permute", plan, leaves[:count], "expert_capacity")
     moving = [_convert(x, _travels_as(x)) for x in leaves]
-    grouped, received = fused_primitives.dispatch_permute(
-        moving[:count], moving[count:], plan
-    )
+    grouped, received = fused.dispatch_permute(moving[:count], moving[count:], plan)
     return treedef.unflatten(
         [
             _convert(row, x.dtype)
@@ -308,7 +303,7 @@ def _moves(plan: Plan) -> types.ModuleType:
     """What moves the rows of `plan`: inside a node, between nodes, or nothing."""
     if plan.tokens == "replicated":
         return replicated
-    return primitives if plan._crossing is None else node_primitives
+    return exchanges if plan._crossing is None else node_exchanges
 
 
 def _check_weights(op: str, weights: jax.Array, shape: tuple, letters: str) -> None:

@@ -13,8 +13,8 @@ from jax import dtypes
 from jax_ep._api import ops
 from jax_ep._data import checks, sizes
 from jax_ep._data.plan import Plan
-from jax_ep._operations import flight_primitives
-from jax_ep._operations.primitive_rules import launches, without_travel
+from jax_ep._operations import flights
+from jax_ep._operations.arrays import launches, without_travel
 
 
 @jax.tree_util.register_dataclass
@@ -162,7 +162,7 @@ def overlap(flight: Flight, fn: Callable, *args: Any) -> tuple[Flight, Any]:
 def _tie(signals: Sequence[jax.Array], tree: Any) -> tuple[list[jax.Array], Any]:
     leaves, structure = jax.tree.flatten(tree)
     tied = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
-    signals, arrays = flight_primitives.tie(signals, [leaves[i] for i in tied])
+    signals, arrays = flights.tie(signals, [leaves[i] for i in tied])
     for i, array in zip(tied, arrays, strict=True):
         leaves[i] = array
     return signals, structure.unflatten(leaves)
@@ -180,7 +180,7 @@ def _start(op, leaves, plan, num_rows, structure, names) -> Flight:
     arriving = [without_travel(leaf, num_rows) for leaf in leaves]
     departing, signals = list(leaves), []
     for launch in launches(leaves):
-        started = flight_primitives.start(op, [leaves[i] for i in launch], plan)
+        started = flights.start(op, [leaves[i] for i in launch], plan)
         for i, arrives, departs in zip(launch, *started[:2], strict=True):
             arriving[i], departing[i] = arrives, departs
         signals.append(started[2])
@@ -200,7 +200,7 @@ def _done(op: str, flight: Flight) -> Any:
     for launch, signal in zip(
         launches(flight._departing), flight._signals, strict=True
     ):
-        arrived = flight_primitives.done(
+        arrived = flights.done(
             op,
             [flight._arriving[i] for i in launch],
             [flight._departing[i] for i in launch],

@@ -24,9 +24,9 @@ from jax_ep._data.plan import Plan
 from jax_ep._data.sizes import Defaults
 from jax_ep._operations import (
     demand,
+    exchanges,
     node_plan,
-    primitives,
-    product_primitives,
+    ragged,
     replicated,
 )
 from jax_ep._setup.communicator import Communicator
@@ -107,7 +107,7 @@ class PlanRequest:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Parameters of the primitives that make plans."""
+        """Parameters of the exchanges that make plans."""
         return {
             "comm": self.comm,
             "num_experts": self.num_experts,
@@ -131,11 +131,11 @@ class PlanRequest:
                 self.ids, **self.sizes, node_capacity=self.node_capacity
             )
             return self._plan(arrays, crossing)
-        makes = replicated if self.tokens == "replicated" else primitives
+        makes = replicated if self.tokens == "replicated" else exchanges
         return self.inside_a_node(makes.plan(self.ids, **self.sizes))
 
     def inside_a_node(self, arrays: dict[str, jax.Array]) -> Plan:
-        """The plan that consists of `arrays`, as primitives.plan returns them."""
+        """The plan that consists of `arrays`, as exchanges.plan returns them."""
         nodes = {
             "node_demand": jnp.zeros_like(arrays["num_recv"]),
             "node_overflow": jnp.zeros_like(arrays["overflow"]),
@@ -370,7 +370,7 @@ def _best_alignment(
     checks.check_static("make_plan", "expert_capacity", expert_capacity)
     if drop_order == "source" and expert_capacity is not None:
         return 1  # Pads would take room from pairs.
-    best = product_primitives.best_alignment(comm.mesh.devices.flat[0].platform)
+    best = ragged.best_alignment(comm.mesh.devices.flat[0].platform)
     if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
         return 1
     return best

@@ -13,7 +13,7 @@ import jax
 class Part:
     """A part of every group of a communicator, with ranks of its own.
 
-    Stands where a Communicator stands in the primitives: in one part for each
+    Stands where a Communicator stands in the exchanges: in one part for each
     node a rank is its local index, in one part for each rail it is its node.
 
     Attributes:

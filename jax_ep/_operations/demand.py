@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep._data.ranks import collective_axes
-from jax_ep._operations import expert_primitives
-from jax_ep._operations.primitive_rules import make_varying, rank_axes, varying
+from jax_ep._operations import experts
+from jax_ep._operations.arrays import make_varying, rank_axes, varying
 
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
@@ -65,7 +65,7 @@ def keep(plan: Plan, limit: int | jax.Array, by_source: bool) -> Plan:
     kept_ids = jnp.where(kept, plan.recv_topk_idx, -1)
     plan = dataclasses.replace(plan, recv_topk_idx=kept_ids)
     # permute and unpermute of this plan number its pairs by the same call.
-    _, ranges = expert_primitives.expert_rows(plan)
+    _, ranges = experts.expert_rows(plan)
     ends = ranges[:-1, 1]
     group_sizes = jnp.diff(ends, prepend=0)
     num_kept = (ranges[:-1, 0] - ends + group_sizes).sum(dtype=jnp.int32)
@@ -109,4 +109,4 @@ def _numbered(plan: Plan, ids: jax.Array) -> jax.Array:
     packed = dataclasses.replace(
         plan, recv_topk_idx=ids, expert_alignment=1, expert_capacity=ids.size
     )
-    return expert_primitives.expert_rows(packed)[0]
+    return experts.expert_rows(packed)[0]

@@ -27,8 +27,9 @@ from jax import lax
 
 from jax_ep._data.plan import Crossing
 from jax_ep._data.ranks import collective_axes
-from jax_ep._operations import node_primitives, primitives, xla_backend
-from jax_ep._operations.primitive_rules import make_varying, rank_axes, varying
+from jax_ep._operations import node_exchanges, xla_backend
+from jax_ep._operations.arrays import make_varying, rank_axes, varying
+from jax_ep._operations.operation import bind
 
 if TYPE_CHECKING:
     from jax_ep._data.ranks import Ranks
@@ -59,7 +60,7 @@ def plan(
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     mine = jnp.concatenate([ids, tokens], axis=1)
     departing = xla_backend._take_rows(mine, sends, -1)
-    arrived = node_primitives.exchange(departing, comm, axes)
+    arrived = node_exchanges.exchange(departing, comm, axes)
     rows = jnp.concatenate([mine, arrived])
     rows = _gather_in_node(rows, comm, local, axes)  # [L, W, K + 1]
 
@@ -162,7 +163,8 @@ def _gather_in_node(
         (sources * num_rows + row[None]).ravel(),
         jnp.tile(rows, (copies, *(1,) * (rows.ndim - 1))),
     )
-    (gathered,) = primitives.dispatch_p.bind(
+    (gathered,) = bind(
+        "ep_dispatch",
         *(make_varying(a, axes) for a in operands),
         comm=comm._node,
         num_tokens=copies * num_rows,

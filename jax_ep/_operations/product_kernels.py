@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
 
 from jax_ep._operations import mosaic_fp8, mosaic_products
+from jax_ep._operations.arrays import group_of_rows
 from jax_ep._operations.mosaic_kernel import ALIGNMENT, unsupported_reason
-from jax_ep._operations.primitive_rules import group_of_rows
+from jax_ep._operations.operation import LoweringContext
 
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
 
 
-def why_none(ctx: mlir.LoweringRuleContext, *, only_last: bool = False) -> str | None:
+def why_none(ctx: LoweringContext, *, only_last: bool = False) -> str | None:
     """Why there is no kernel for a call's operands and results; None: there is one.
 
     The first operand is group_sizes. All others, and results, are [rows, columns],
@@ -39,17 +39,17 @@ def why_none(ctx: mlir.LoweringRuleContext, *, only_last: bool = False) -> str |
     )
 
 
-def why_no_fp8(ctx: mlir.LoweringRuleContext, widths: Sequence[int]) -> str | None:
+def why_no_fp8(ctx: LoweringContext, widths: Sequence[int]) -> str | None:
     """The same of a gated MLP in FP8 with `widths` columns."""
     return mosaic_fp8.unsupported_reason(_compute_capability(ctx), widths)
 
 
-def _compute_capability(ctx: mlir.LoweringRuleContext) -> str:
+def _compute_capability(ctx: LoweringContext) -> str:
     # Without a device nobody knows, and Pallas takes it for Hopper, too.
     return getattr(_device(ctx), "compute_capability", "9.0")
 
 
-def _device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
+def _device(ctx: LoweringContext) -> jax.Device | None:
     """A device that the program is lowered for; None where nobody knows it."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from jax_ep._data.ranks import collective_axes
-from jax_ep._operations import primitives, xla_backend
-from jax_ep._operations.primitive_rules import (
+from jax_ep._operations import exchanges, xla_backend
+from jax_ep._operations.arrays import (
     make_varying,
     rank_axes,
     sum_dtype,
@@ -46,7 +46,7 @@ def plan(
         )
         return {
             name: make_varying(array, varying(ids))
-            for name, array in zip(primitives.PLAN_FIELDS, fields, strict=True)
+            for name, array in zip(exchanges.PLAN_FIELDS, fields, strict=True)
         }
     rank = lax.axis_index(collective_axes(comm))
     local = ids - rank * local_experts

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep._operations.primitive_rules import sum_dtype
+from jax_ep._operations.arrays import sum_dtype
 
 # Axes over which ranks count row-major; none where there is one rank.
 Axes = tuple[str, ...]

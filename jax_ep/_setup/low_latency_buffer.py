@@ -136,7 +136,7 @@ class LowLatencyBuffer(Held):
             return rows
         return rows[..., : self.hidden]
 
-    # What primitives.communicator_call asks of whom a call belongs to.
+    # What exchanges.communicator_call asks of whom a call belongs to.
 
     @property
     def backend(self) -> str:

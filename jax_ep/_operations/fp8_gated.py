@@ -18,17 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import batching
 
-from jax_ep._operations import fp8, gated_primitives
-from jax_ep._operations.gated_primitives import Glu
-from jax_ep._operations.primitive_rules import (
-    define_everywhere,
-    each_element,
-    group_of_rows,
-    lower_plain,
-)
-from jax_ep._operations.product_primitives import equally_varying, result_aval
+from jax_ep._operations import fp8, gated
+from jax_ep._operations.arrays import group_of_rows
+from jax_ep._operations.gated import Glu
+from jax_ep._operations.operation import Operation, bind, lower_plain
+from jax_ep._operations.ragged import equally_varying, result_aval
 
 _BLOCK = 128
 _OUT = jnp.dtype(jnp.bfloat16)
@@ -75,7 +70,7 @@ def _straight_through(params, group_sizes, values, scales, carrier, weights):
     ]
     matrices = [a for w in quantized for a in (w.values, w.scales)]
     operands = equally_varying(group_sizes, values, scales, *matrices)
-    (out,) = mlp_p.bind(*operands, **dict(params))
+    (out,) = bind("ep_fp8_gated_mlp", *operands, **dict(params))
     return out
 
 
@@ -93,9 +88,7 @@ def _backward(params, kept, cotangent):
             w.dequantize(_OUT) if p is None else p.astype(_OUT)
             for w, p in zip(weights, plain, strict=True)
         ]
-        return gated_primitives.gated_mlp(
-            group_sizes, rows, matrices, (), **dict(params)
-        )
+        return gated.gated_mlp(group_sizes, rows, matrices, (), **dict(params))
 
     rows = fp8.dequantize_fp8(values, scales, dtype=_OUT)
     _, pull = jax.vjp(mlp, rows, plain)
@@ -109,7 +102,7 @@ _straight_through.defvjp(_forward, _backward)
 # Plain JAX -------------------------------------------------------------------
 
 
-def _plain(group_sizes, values, scales, *matrices, glu, precision, **_):
+def reference(group_sizes, values, scales, *matrices, glu, precision, **_):
     """As the kernels do it: [the output]."""
     del precision  # Numbers of 8 bits: their products are exact in float32.
     gate, up, down = zip(matrices[::2], matrices[1::2], strict=True)
@@ -170,7 +163,7 @@ def _in_bfloat16(group_sizes, values, scales, *matrices, glu, **products):
         return fp8.dequantize_fp8(*fp8.quantize_fp8(hidden), dtype=hidden.dtype)
 
     rows = fp8.dequantize_fp8(values, scales, dtype=_OUT)
-    return gated_primitives.by_products(
+    return gated.by_products(
         group_sizes, rows, *weights, glu=quantised_again, **products
     )
 
@@ -178,24 +171,24 @@ def _in_bfloat16(group_sizes, values, scales, *matrices, glu, **products):
 # Lowering --------------------------------------------------------------------
 
 
-def _abstract_eval(group_sizes, values, *others, **_):
+def results(group_sizes, values, *others, **_):
     del group_sizes
     width = others[-2].shape[1]
     return [result_aval(values, (values.shape[0], width), _OUT)]
 
 
-def _cuda_lowering(ctx, *operands, **params):
+def on_cuda(op: Operation, ctx, *operands, **params):
     if any(0 in a.shape for a in ctx.avals_in):
-        return lower_plain(ctx, _plain, operands, params)
+        return lower_plain(ctx, op.reference, operands, params)
     # Here, because Pallas takes time to import.
     from jax_ep._operations import product_kernels
 
     _, rows, _, gate, *_, down, _ = ctx.avals_in
     widths = (rows.shape[1], gate.shape[1], down.shape[1])
     reason = product_kernels.why_no_fp8(ctx, widths)
-    glu = gated_primitives.glu_jaxpr(params["glu"], (64, 64), jnp.float32)
-    if reason is None and not gated_primitives.in_kernels(glu):
-        reason = gated_primitives.NOT_ELEMENTWISE
+    glu = gated.glu_jaxpr(params["glu"], (64, 64), jnp.float32)
+    if reason is None and not gated.in_kernels(glu):
+        reason = gated.NOT_ELEMENTWISE
     if reason is None:
         del params["precision"]
         kernel = functools.partial(_kernel, product_kernels)
@@ -207,7 +200,8 @@ def _kernel(kernels, *operands, **params):
     return kernels.fp8_gated_mlp(*operands, **params)
 
 
-def _rocm_lowering(ctx, *operands, **params):
+def on_rocm(op: Operation, ctx, *operands, **params):
+    del op
     return _warned("the kernels are for NVIDIA GPUs", ctx, operands, params)
 
 
@@ -219,12 +213,3 @@ def _warned(reason, ctx, operands, params):
         stacklevel=1,
     )
     return lower_plain(ctx, _in_bfloat16, operands, params)
-
-
-mlp_p = define_everywhere(
-    "ep_fp8_gated_mlp",
-    _abstract_eval,
-    _plain,
-    {"cuda": _cuda_lowering, "rocm": _rocm_lowering},
-)
-batching.primitive_batchers[mlp_p] = functools.partial(each_element, mlp_p)

@@ -1,4 +1,4 @@
-"""The JAX primitives of grouped products.
+"""The JAX exchanges of grouped products.
 
 With the rows i of a [M, .] array grouped, group after group, as group_sizes say:
 
@@ -31,18 +31,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
 from jax_ep._data import checks
-from jax_ep._operations.primitive_rules import (
-    define_everywhere,
+from jax_ep._operations.arrays import group_of_rows, make_varying, varying
+from jax_ep._operations.operation import (
+    Operation,
+    add_to,
+    bind,
     each_element,
-    group_of_rows,
+    is_linear,
+    is_zero,
+    live_ones,
     lower_plain,
-    make_varying,
-    varying,
     zero_tangent,
+    zeros_of_linear,
 )
 
 
@@ -86,7 +88,7 @@ def row_blocks(
 ) -> list[jax.Array]:
     """Binds ep_ragged_rows: rhs[p][q] is what lhs[p] is multiplied by for result q."""
     operands = equally_varying(group_sizes, *lhs, *itertools.chain(*rhs))
-    return rows_p.bind(*operands, num_lhs=len(lhs), **params)
+    return bind("ep_ragged_rows", *operands, num_lhs=len(lhs), **params)
 
 
 def _blocks(operands: Sequence[Any], num_lhs: int) -> tuple[Any, list[Any], list[Any]]:
@@ -107,7 +109,8 @@ def weights(
     dtype: Any,
 ) -> jax.Array:
     """Binds ep_ragged_weights: [M, K] and [M, N] -> [G, K, N]."""
-    (out,) = weights_p.bind(
+    (out,) = bind(
+        "ep_ragged_weights",
         *equally_varying(group_sizes, lhs, rhs),
         group_alignment=group_alignment,
         precision=precision,
@@ -153,7 +156,7 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     )
 
 
-def _rows_abstract_eval(*avals, num_lhs, transpose_rhs, dtype, **_):
+def rows_results(*avals, num_lhs, transpose_rhs, dtype, **_):
     _, lhs, rhs = _blocks(avals, num_lhs)
     return [
         result_aval(lhs[0], (lhs[0].shape[0], a.shape[_n(transpose_rhs)]), dtype)
@@ -161,7 +164,7 @@ def _rows_abstract_eval(*avals, num_lhs, transpose_rhs, dtype, **_):
     ]
 
 
-def _weights_abstract_eval(group_sizes, lhs, rhs, *, dtype, **_):
+def weights_results(group_sizes, lhs, rhs, *, dtype, **_):
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     return [result_aval(lhs, shape, dtype)]
 
@@ -174,7 +177,7 @@ def _n(transpose_rhs: bool) -> int:
 # Plain JAX -------------------------------------------------------------------
 
 
-def _plain_rows(*operands, num_lhs, dtype, **params):
+def rows_reference(*operands, num_lhs, dtype, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
     if num_lhs == 1:
         return [_plain_product(group_sizes, lhs[0], r, dtype, **params) for r in rhs[0]]
@@ -209,7 +212,7 @@ def _plain_product(group_sizes, lhs, rhs, dtype, *, transpose_rhs, precision, **
     )
 
 
-def _plain_weights(group_sizes, lhs, rhs, *, precision, dtype, **_):
+def weights_reference(group_sizes, lhs, rhs, *, precision, dtype, **_):
     if 0 in lhs.shape or 0 in rhs.shape or 0 in group_sizes.shape:
         return [jnp.zeros((*group_sizes.shape, lhs.shape[1], rhs.shape[1]), dtype)]
     if _is_bias(lhs):
@@ -253,24 +256,29 @@ def _is_bias(lhs, transpose_rhs: bool = False, **_) -> bool:
 # Lowering --------------------------------------------------------------------
 
 
-def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
-    group_sizes, lhs, *others = ctx.avals_in
-    empty = 0 in group_sizes.shape or any(0 in a.shape for a in (lhs, *others))
-    if empty or _is_bias(lhs, **params):
-        return lower_plain(ctx, plain, operands, params)
-    # Here, because Pallas takes time to import.
-    from jax_ep._operations import product_kernels
+def on_cuda(kernel: Callable) -> Callable[..., Any]:
+    """By `kernel` of product_kernels.py, where it serves."""
 
-    reason = product_kernels.why_none(ctx)
-    if reason is not None:
-        _warn(reason)
-        return lower_plain(ctx, plain, operands, params)
-    del params["precision"]  # Factors have 16 bits, their products are exact.
-    kernel = functools.partial(kernel, product_kernels)
-    return lower_plain(ctx, kernel, operands, params)
+    def rule(op: Operation, ctx, *operands, **params):
+        group_sizes, lhs, *others = ctx.avals_in
+        empty = 0 in group_sizes.shape or any(0 in a.shape for a in (lhs, *others))
+        if empty or _is_bias(lhs, **params):
+            return lower_plain(ctx, op.reference, operands, params)
+        # Here, because Pallas takes time to import.
+        from jax_ep._operations import product_kernels
+
+        reason = product_kernels.why_none(ctx)
+        if reason is not None:
+            _warn(reason)
+            return lower_plain(ctx, op.reference, operands, params)
+        del params["precision"]  # Factors have 16 bits, their products are exact.
+        function = functools.partial(kernel, product_kernels)
+        return lower_plain(ctx, function, operands, params)
+
+    return rule
 
 
-def _kernel_rows(kernels, *operands, num_lhs, dtype, **params):
+def rows_kernel(kernels, *operands, num_lhs, dtype, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
     return [
         kernels.rows(
@@ -283,13 +291,13 @@ def _kernel_rows(kernels, *operands, num_lhs, dtype, **params):
     ]
 
 
-def _kernel_weights(kernels, group_sizes, lhs, rhs, *, dtype, **params):
+def weights_kernel(kernels, group_sizes, lhs, rhs, *, dtype, **params):
     return [kernels.weights(group_sizes, lhs, rhs, out_dtype=dtype, **params)]
 
 
-def _rocm_lowering(plain: Callable, ctx, *operands, **params):
+def on_rocm(op: Operation, ctx, *operands, **params):
     _warn("the kernels are for NVIDIA GPUs")
-    return lower_plain(ctx, plain, operands, params)
+    return lower_plain(ctx, op.reference, operands, params)
 
 
 def _warn(reason: str) -> None:
@@ -304,48 +312,41 @@ def _warn(reason: str) -> None:
 # Differentiation -------------------------------------------------------------
 
 
-def _add_to(totals: list[Any], index: int, term: Any) -> None:
-    old = totals[index]
-    totals[index] = term if type(old) is ad.Zero else ad.add_jaxvals(old, term)
-
-
-def _rows_jvp(primals, tangents, *, num_lhs, **params):
+def rows_jvp(op: Operation, primals, tangents, *, num_lhs, **params):
     group_sizes, lhs, rhs = _blocks(primals, num_lhs)
     _, lhs_dots, rhs_dots = _blocks(tangents, num_lhs)
-    outputs = rows_p.bind(*primals, num_lhs=num_lhs, **params)
+    outputs = bind("ep_ragged_rows", *primals, num_lhs=num_lhs, **params)
     result: list[Any] = list(map(zero_tangent, outputs))
-    live = [p for p, dot in enumerate(lhs_dots) if type(dot) is not ad.Zero]
+    live = live_ones(lhs_dots)
     if live:
         of_live = [lhs_dots[p] for p in live], [rhs[p] for p in live]
         result = row_blocks(group_sizes, *of_live, **params)
     for q in range(len(outputs)):
         dots = [(lhs[p], [rhs_dots[p][q]]) for p in range(num_lhs)]
-        dots = [(a, dot) for a, dot in dots if type(dot[0]) is not ad.Zero]
+        dots = [(a, dot) for a, dot in dots if not is_zero(dot[0])]
         if dots:
             (term,) = row_blocks(group_sizes, *zip(*dots, strict=True), **params)
-            _add_to(result, q, term)
+            add_to(result, q, term)
     return outputs, result
 
 
-def _weights_jvp(primals, tangents, **params):
+def weights_jvp(op: Operation, primals, tangents, **params):
     group_sizes, *factors = primals
-    outputs = weights_p.bind(*primals, **params)
+    outputs = bind("ep_ragged_weights", *primals, **params)
     result: list[Any] = [zero_tangent(outputs[0])]
     for i, dot in enumerate(tangents[1:]):
-        if type(dot) is not ad.Zero:
+        if not is_zero(dot):
             pair = (dot, factors[1]) if i == 0 else (factors[0], dot)
-            _add_to(result, 0, weights_p.bind(group_sizes, *pair, **params)[0])
+            add_to(
+                result, 0, bind("ep_ragged_weights", group_sizes, *pair, **params)[0]
+            )
     return outputs, result
 
 
-def _rows_transpose(cts, *operands, num_lhs, transpose_rhs, **params):
+def rows_transposed(op: Operation, cts, *operands, num_lhs, transpose_rhs, **params):
     group_sizes, lhs, rhs = _blocks(operands, num_lhs)
-    is_linear = ad.is_undefined_primal
-    live = [q for q, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    results: list[Any] = [
-        ad.Zero(a.aval) if is_linear(a) else None
-        for a in (*lhs, *itertools.chain(*rhs))
-    ]
+    live = live_ones(cts)
+    results = zeros_of_linear((*lhs, *itertools.chain(*rhs)))
     linear = [p for p, a in enumerate(lhs) if is_linear(a)]
     if linear and live:
         found = row_blocks(
@@ -361,17 +362,17 @@ def _rows_transpose(cts, *operands, num_lhs, transpose_rhs, **params):
         if is_linear(rhs[p][q]):
             factors = (cts[q], lhs[p]) if transpose_rhs else (lhs[p], cts[q])
             options = params | {"dtype": rhs[p][q].aval.dtype}
-            (cotangent,) = weights_p.bind(group_sizes, *factors, **options)
+            (cotangent,) = bind("ep_ragged_weights", group_sizes, *factors, **options)
             results[num_lhs + p * len(cts) + q] = cotangent
     return [None, *results]
 
 
-def _weights_transpose(cotangents, group_sizes, lhs, rhs, **params):
+def weights_transposed(op: Operation, cotangents, group_sizes, lhs, rhs, **params):
     (ct,) = cotangents
-    by_lhs = ad.is_undefined_primal(lhs)
+    by_lhs = is_linear(lhs)
     linear, other = (lhs, rhs) if by_lhs else (rhs, lhs)
-    out = ad.Zero(linear.aval)
-    if type(ct) is not ad.Zero:
+    (out,) = zeros_of_linear([linear])
+    if not is_zero(ct):
         params |= {"dtype": linear.aval.dtype, "transpose_rhs": by_lhs}
         out = rows(group_sizes, other, ct, **params)
     return [None, out, None] if by_lhs else [None, None, out]
@@ -380,7 +381,7 @@ def _weights_transpose(cotangents, group_sizes, lhs, rhs, **params):
 # Batching: where one operand alone has a batch, it is one product ------------
 
 
-def _rows_batch(args, dims, *, num_lhs, **params):
+def rows_batch(op: Operation, args, dims, *, num_lhs, **params):
     if len(args) > 3:
         products = functools.partial(_one_by_one, num_lhs=num_lhs, **params)
         outputs = jax.vmap(products, in_axes=tuple(dims))(*args)
@@ -402,7 +403,7 @@ def _rows_batch(args, dims, *, num_lhs, **params):
         shape = (*rhs.shape[:n], batch * columns, *rhs.shape[n + 2 :])
         out = rows(group_sizes, lhs, rhs.reshape(shape), **params)
         return [out.reshape(-1, batch, columns)], [1]
-    return each_element(rows_p, args, dims, num_lhs=num_lhs, **params)
+    return each_element(op, args, dims, num_lhs=num_lhs, **params)
 
 
 def _one_by_one(*operands, num_lhs, **params):
@@ -420,45 +421,16 @@ def _one_by_one(*operands, num_lhs, **params):
     ]
 
 
-def _weights_batch(args, dims, **params):
+def weights_batch(op: Operation, args, dims, **params):
     group_sizes, *factors = args
     batched = [i for i in (1, 2) if dims[i] is not None]
     if dims[0] is not None or len(batched) == 2:
-        return each_element(weights_p, args, dims, **params)
+        return each_element(op, args, dims, **params)
     (i,) = batched
     factor = jnp.moveaxis(args[i], dims[i], 1)
     num_rows, batch, columns = factor.shape
     factors[i - 1] = factor.reshape(num_rows, batch * columns)
-    (out,) = weights_p.bind(group_sizes, *factors, **params)
+    (out,) = bind("ep_ragged_weights", group_sizes, *factors, **params)
     shape = list(out.shape)
     shape[i : i + 1] = [batch, columns]
     return [out.reshape(shape)], [i]
-
-
-# Definitions -----------------------------------------------------------------
-
-
-def _define(name: str, abstract_eval, plain, kernel, jvp) -> Primitive:
-    rules = {
-        "cuda": functools.partial(_cuda_lowering, plain, kernel),
-        "rocm": functools.partial(_rocm_lowering, plain),
-    }
-    primitive = define_everywhere(name, abstract_eval, plain, rules)
-    ad.primitive_jvps[primitive] = jvp
-    return primitive
-
-
-rows_p = _define(
-    "ep_ragged_rows", _rows_abstract_eval, _plain_rows, _kernel_rows, _rows_jvp
-)
-ad.primitive_transposes[rows_p] = _rows_transpose
-batching.primitive_batchers[rows_p] = _rows_batch
-weights_p = _define(
-    "ep_ragged_weights",
-    _weights_abstract_eval,
-    _plain_weights,
-    _kernel_weights,
-    _weights_jvp,
-)
-ad.primitive_transposes[weights_p] = _weights_transpose
-batching.primitive_batchers[weights_p] = _weights_batch

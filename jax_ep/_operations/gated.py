@@ -1,4 +1,4 @@
-"""The JAX primitives of gated MLPs: glu(rows @ w_gate, rows @ w_up) @ w_down.
+"""The JAX exchanges of gated MLPs: glu(rows @ w_gate, rows @ w_up) @ w_down.
 
 ep_gated_mlp is all of it. Its derivatives are taken at gate and up, which ep_gated
 gives beside the hidden values, in the dtype of rows. There the rest of the MLP has
@@ -9,7 +9,7 @@ two linear maps, each the other's transpose:
 
 So a backward pass keeps rows, gate and up, hidden values are written again by the
 kernel that takes the cotangents back through them, and all other products are those
-of product_primitives.py.
+of ragged.py.
 
 ep_gated_batches is the MLP of batches [G, M, H], of which each group has its first
 rows. Its derivatives are those of plain JAX.
@@ -25,16 +25,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import ad, batching
+from jax.extend.core import ClosedJaxpr
 
-from jax_ep._operations import product_primitives
-from jax_ep._operations.primitive_rules import (
-    define_everywhere,
+from jax_ep._operations import ragged
+from jax_ep._operations.operation import (
+    Operation,
+    bind,
+    instantiated,
+    is_linear,
+    is_zero,
     lower_plain,
     zero_tangent,
+    zeros_of_linear,
 )
-from jax_ep._operations.product_primitives import (
+from jax_ep._operations.ragged import (
     bias_rows,
     equally_varying,
     result_aval,
@@ -67,7 +71,8 @@ def gated_mlp(
       group_alignment: what group_sizes are multiples of.
       precision: of lax's products.
     """
-    (out,) = mlp_p.bind(
+    (out,) = bind(
+        "ep_gated_mlp",
         *equally_varying(group_sizes, rows, *weights, *biases),
         glu=glu,
         group_alignment=group_alignment,
@@ -86,8 +91,11 @@ def gated_batches(
     precision: Any,
 ) -> jax.Array:
     """Binds ep_gated_batches: the first counts[g] of rows[g] -> [G, M, N]."""
-    (out,) = batches_p.bind(
-        *equally_varying(counts, rows, *weights, *biases), glu=glu, precision=precision
+    (out,) = bind(
+        "ep_gated_batches",
+        *equally_varying(counts, rows, *weights, *biases),
+        glu=glu,
+        precision=precision,
     )
     return out
 
@@ -151,23 +159,23 @@ def _widened(*arrays) -> list[jax.Array]:
     return [a.astype(wide(a.dtype)) for a in arrays]
 
 
-def _plain_gated(group_sizes, rows, *others, glu, **products):
+def gated_reference(group_sizes, rows, *others, glu, **products):
     gate, up = _gate_and_up(group_sizes, rows, *others, **products)
     return [glu(*_widened(gate, up)).astype(rows.dtype), gate, up]
 
 
 def by_products(group_sizes, rows, w_gate, w_up, w_down, *biases, glu, **products):
-    """The MLP without primitives of its own: [its output]."""
+    """The MLP without exchanges of its own: [its output]."""
     others = w_gate, w_up, *biases
-    hidden, *_ = _plain_gated(group_sizes, rows, *others, glu=glu, **products)
+    hidden, *_ = gated_reference(group_sizes, rows, *others, glu=glu, **products)
     return [_times(group_sizes, hidden, w_down, **products)]
 
 
 def _times(group_sizes, lhs, rhs, **products) -> jax.Array:
-    return product_primitives.rows(group_sizes, lhs, rhs, dtype=lhs.dtype, **products)
+    return ragged.rows(group_sizes, lhs, rhs, dtype=lhs.dtype, **products)
 
 
-def _plain_down_jvp(group_sizes, gate, up, w_down, *dots, glu, **products):
+def down_jvp_reference(group_sizes, gate, up, w_down, *dots, glu, **products):
     hidden, hidden_dot = jax.jvp(
         glu, tuple(_widened(gate, up)), tuple(_widened(*dots[:2]))
     )
@@ -179,16 +187,16 @@ def _plain_down_jvp(group_sizes, gate, up, w_down, *dots, glu, **products):
     return row_blocks(group_sizes, lhs, rhs, **products)
 
 
-def _plain_down_vjp(group_sizes, gate, up, w_down, ct, *, glu, by_weights, **products):
+def down_vjp_reference(
+    group_sizes, gate, up, w_down, ct, *, glu, by_weights, **products
+):
     hidden, pull = jax.vjp(glu, *_widened(gate, up))
     d_hidden = _times(group_sizes, ct, w_down, transpose_rhs=True, **products)
     found = [d.astype(gate.dtype) for d in pull(*_widened(d_hidden))]
     if by_weights:
         hidden = hidden.astype(gate.dtype)
         found.append(
-            product_primitives.weights(
-                group_sizes, hidden, ct, dtype=w_down.dtype, **products
-            )
+            ragged.weights(group_sizes, hidden, ct, dtype=w_down.dtype, **products)
         )
     return found
 
@@ -221,27 +229,27 @@ def plain_batches(
 # Abstract evaluation ---------------------------------------------------------
 
 
-def _batches_abstract_eval(counts, rows, w_gate, w_up, w_down, *biases, **_):
+def batches_results(counts, rows, w_gate, w_up, w_down, *biases, **_):
     del counts, w_gate, w_up, biases
     return [result_aval(rows, (*rows.shape[:2], w_down.shape[2]), rows.dtype)]
 
 
-def _mlp_abstract_eval(group_sizes, rows, w_gate, w_up, w_down, *biases, **_):
+def mlp_results(group_sizes, rows, w_gate, w_up, w_down, *biases, **_):
     del group_sizes, w_gate, w_up, biases
     return [result_aval(rows, (rows.shape[0], w_down.shape[2]), rows.dtype)]
 
 
-def _gated_abstract_eval(group_sizes, rows, w_gate, *others, **_):
+def gated_results(group_sizes, rows, w_gate, *others, **_):
     del group_sizes, others
     return 3 * [result_aval(rows, (rows.shape[0], w_gate.shape[2]), rows.dtype)]
 
 
-def _down_jvp_abstract_eval(group_sizes, gate, up, w_down, *dots, **_):
+def down_jvp_results(group_sizes, gate, up, w_down, *dots, **_):
     del group_sizes, up, dots
     return [result_aval(gate, (gate.shape[0], w_down.shape[2]), gate.dtype)]
 
 
-def _down_vjp_abstract_eval(group_sizes, gate, up, w_down, ct, *, by_weights, **_):
+def down_vjp_results(group_sizes, gate, up, w_down, ct, *, by_weights, **_):
     del group_sizes, ct
     found = [gate, up, w_down][: 3 if by_weights else 2]
     return [result_aval(a, a.shape, a.dtype) for a in found]
@@ -253,26 +261,31 @@ def _down_vjp_abstract_eval(group_sizes, gate, up, w_down, ct, *, by_weights, **
 NOT_ELEMENTWISE = "the activation is not made of elementwise operations that they know"
 
 
-def _cuda_lowering(plain: Callable, kernel: Callable, ctx, *operands, **params):
-    if any(0 in a.shape for a in ctx.avals_in):
-        return lower_plain(ctx, plain, operands, params)
-    # Here, because Pallas takes time to import.
-    from jax_ep._operations import product_kernels
+def on_cuda(kernel: Callable) -> Callable[..., Any]:
+    """By `kernel` of product_kernels.py, where it serves."""
 
-    # Rows of a batch are no columns: their number may be any.
-    has_batches = len(ctx.avals_in[1].shape) == 3
-    reason = product_kernels.why_none(ctx, only_last=has_batches)
-    glu = glu_jaxpr(params["glu"], (64, 64), ctx.avals_in[1].dtype)
-    if reason is None and not in_kernels(glu):
-        reason = NOT_ELEMENTWISE
-    if reason is None:
-        del params["precision"]
-        kernel = functools.partial(kernel, product_kernels)
-        return lower_plain(ctx, kernel, operands, params)
-    if has_batches:
-        _warn(reason)
-    # Else each product tells by itself where it has no kernel.
-    return lower_plain(ctx, plain, operands, params)
+    def rule(op: Operation, ctx, *operands, **params):
+        if any(0 in a.shape for a in ctx.avals_in):
+            return lower_plain(ctx, op.reference, operands, params)
+        # Here, because Pallas takes time to import.
+        from jax_ep._operations import product_kernels
+
+        # Rows of a batch are no columns: their number may be any.
+        has_batches = len(ctx.avals_in[1].shape) == 3
+        reason = product_kernels.why_none(ctx, only_last=has_batches)
+        glu = glu_jaxpr(params["glu"], (64, 64), ctx.avals_in[1].dtype)
+        if reason is None and not in_kernels(glu):
+            reason = NOT_ELEMENTWISE
+        if reason is None:
+            del params["precision"]
+            function = functools.partial(kernel, product_kernels)
+            return lower_plain(ctx, function, operands, params)
+        if has_batches:
+            _warn(reason)
+        # Else each product tells by itself where it has no kernel.
+        return lower_plain(ctx, op.reference, operands, params)
+
+    return rule
 
 
 def _warn(reason: str) -> None:
@@ -284,7 +297,7 @@ def _warn(reason: str) -> None:
     )
 
 
-def _kernel_mlp(
+def mlp_kernel(
     kernels, group_sizes, rows, w_gate, w_up, w_down, *biases, glu, group_alignment
 ):
     others = w_gate, w_up, *biases
@@ -295,15 +308,15 @@ def _kernel_mlp(
     return [kernels.rows(group_sizes, [(hidden, w_down)], **options)]
 
 
-def _kernel_batches(kernels, *operands, **params):
+def batches_kernel(kernels, *operands, **params):
     return kernels.gated_batches(*operands, **params)
 
 
-def _kernel_gated(kernels, *operands, **params):
+def gated_kernel(kernels, *operands, **params):
     return kernels.gated(*operands, keep=True, **params)
 
 
-def _kernel_down_vjp(kernels, *operands, **params):
+def down_vjp_kernel(kernels, *operands, **params):
     return kernels.gated_down_vjp(*operands, **params)
 
 
@@ -314,13 +327,13 @@ def _dots(group_sizes, rows, *others, tangents, **products) -> list[Any]:
     """Tangents of gate and up, from those of the operands; None where there is none."""
     products |= {"dtype": rows.dtype, "transpose_rhs": False}
     dots: list[Any] = [None, None]
-    if type(tangents[0]) is not ad.Zero:
+    if not is_zero(tangents[0]):
         dots = row_blocks(group_sizes, [tangents[0]], [others[:2]], **products)
     for i, dot in enumerate(tangents[1:]):
-        if type(dot) is ad.Zero:
+        if is_zero(dot):
             continue
         if i < 2:
-            term = product_primitives.rows(group_sizes, rows, dot, **products)
+            term = ragged.rows(group_sizes, rows, dot, **products)
         else:
             term = bias_rows(group_sizes, dot, len(rows), rows.dtype)
         dots[i % 2] = term if dots[i % 2] is None else dots[i % 2] + term
@@ -330,8 +343,8 @@ def _dots(group_sizes, rows, *others, tangents, **products) -> list[Any]:
     return [jnp.zeros_like(like) if dot is None else dot for dot in dots]
 
 
-def _gated_jvp(primals, tangents, *, glu, **products):
-    outputs = gated_p.bind(*primals, glu=glu, **products)
+def gated_jvp(op: Operation, primals, tangents, *, glu, **products):
+    outputs = bind(op.name, *primals, glu=glu, **products)
     dots = _dots(*primals, tangents=tangents[1:], **products)
     if not dots:
         return outputs, list(map(zero_tangent, outputs))
@@ -339,21 +352,22 @@ def _gated_jvp(primals, tangents, *, glu, **products):
     return outputs, [hidden_dot.astype(outputs[0].dtype), *dots]
 
 
-def _mlp_jvp(primals, tangents, **params):
+def mlp_jvp(op: Operation, primals, tangents, **params):
+    del op
     products = {k: v for k, v in params.items() if k != "glu"}
     group_sizes, rows, w_gate, w_up, w_down, *biases = primals
     _, rows_dot, w_gate_dot, w_up_dot, w_down_dot, *bias_dots = tangents
     point = group_sizes, rows, w_gate, w_up, *biases
-    hidden, gate, up = gated_p.bind(*point, **params)
+    hidden, gate, up = bind("ep_gated", *point, **params)
     output = _times(group_sizes, hidden, w_down, **products)
     dots = _dots(
         *point, tangents=(rows_dot, w_gate_dot, w_up_dot, *bias_dots), **products
     )
-    by_weights = type(w_down_dot) is not ad.Zero
+    by_weights = not is_zero(w_down_dot)
     if dots:
         dots += [w_down_dot] * by_weights
         operands = equally_varying(group_sizes, gate, up, w_down, *dots)
-        return [output], down_jvp_p.bind(*operands, **params)
+        return [output], bind("ep_gated_down_jvp", *operands, **params)
     if by_weights:
         return [output], [_times(group_sizes, hidden, w_down_dot, **products)]
     return [output], [zero_tangent(output)]
@@ -362,97 +376,50 @@ def _mlp_jvp(primals, tangents, **params):
 _POINT = 4  # group_sizes, gate, up and w_down stand before what is linear.
 
 
-def _batches_jvp(primals, tangents, **params):
-    outputs = batches_p.bind(*primals, **params)
-    if all(type(t) is ad.Zero for t in tangents):
+def batches_jvp(op: Operation, primals, tangents, **params):
+    outputs = bind(op.name, *primals, **params)
+    if all(is_zero(t) for t in tangents):
         return outputs, list(map(zero_tangent, outputs))
-    function = functools.partial(plain_batches, primals[0], **params)
-    tangents = tuple(map(ad.instantiate_zeros, tangents[1:]))
+    function = functools.partial(op.reference, primals[0], **params)
+    tangents = tuple(map(instantiated, tangents[1:]))
     return outputs, jax.jvp(function, tuple(primals[1:]), tangents)[1]
 
 
-def _down_jvp(primitive: Primitive, plain, primals, tangents, **params):
+def down_jvp(op: Operation, primals, tangents, **params):
     """Linear in the last operands; at another point it is another map."""
-    if all(type(t) is ad.Zero for t in tangents[1:_POINT]):
-        outputs = primitive.bind(*primals, **params)
+    if all(is_zero(t) for t in tangents[1:_POINT]):
+        outputs = bind(op.name, *primals, **params)
         linear = tangents[_POINT:]
-        if all(type(t) is ad.Zero for t in linear):
+        if all(is_zero(t) for t in linear):
             return outputs, list(map(zero_tangent, outputs))
-        linear = map(ad.instantiate_zeros, linear)
-        return outputs, primitive.bind(*primals[:_POINT], *linear, **params)
+        linear = map(instantiated, linear)
+        return outputs, bind(op.name, *primals[:_POINT], *linear, **params)
     return jax.jvp(
-        functools.partial(plain, primals[0], **params),
+        functools.partial(op.reference, primals[0], **params),
         tuple(primals[1:]),
-        tuple(map(ad.instantiate_zeros, tangents[1:])),
+        tuple(map(instantiated, tangents[1:])),
     )
 
 
-def _down_jvp_transpose(cotangents, *operands, **params):
+def down_jvp_transposed(op: Operation, cotangents, *operands, **params):
+    del op
     (ct,) = cotangents
     point, linear = operands[:_POINT], operands[_POINT:]
-    if type(ct) is ad.Zero:
-        found = [ad.Zero(a.aval) for a in linear]
+    if is_zero(ct):
+        found = zeros_of_linear(linear)
     else:
-        found = down_vjp_p.bind(*point, ct, by_weights=len(linear) == 3, **params)
+        sizes = params | {"by_weights": len(linear) == 3}
+        found = bind("ep_gated_down_vjp", *point, ct, **sizes)
     return [None] * _POINT + [
-        d if ad.is_undefined_primal(a) else None
-        for d, a in zip(found, linear, strict=True)
+        d if is_linear(a) else None for d, a in zip(found, linear, strict=True)
     ]
 
 
-def _down_vjp_transpose(cotangents, *operands, by_weights, **params):
-    del by_weights
+def down_vjp_transposed(op: Operation, cotangents, *operands, by_weights, **params):
+    del op, by_weights
     *point, linear = operands
-    if all(type(ct) is ad.Zero for ct in cotangents):
-        return [None] * _POINT + [ad.Zero(linear.aval)]
-    cotangents = map(ad.instantiate_zeros, cotangents)
-    return [None] * _POINT + down_jvp_p.bind(*point, *cotangents, **params)
-
-
-# Batching: by products, which know how ---------------------------------------
-
-
-def _batch(plain, args, dims, **params):
-    outputs = jax.vmap(functools.partial(plain, **params), in_axes=tuple(dims))(*args)
-    return outputs, [0] * len(outputs)
-
-
-# Definitions -----------------------------------------------------------------
-
-
-def _define(name: str, abstract_eval, plain, kernel, jvp) -> Primitive:
-    rule = functools.partial(_cuda_lowering, plain, kernel)
-    rules = {} if kernel is None else {"cuda": rule}
-    primitive = define_everywhere(name, abstract_eval, plain, rules)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, plain)
-    ad.primitive_jvps[primitive] = jvp
-    return primitive
-
-
-mlp_p = _define("ep_gated_mlp", _mlp_abstract_eval, by_products, _kernel_mlp, _mlp_jvp)
-batches_p = _define(
-    "ep_gated_batches",
-    _batches_abstract_eval,
-    plain_batches,
-    _kernel_batches,
-    _batches_jvp,
-)
-gated_p = _define(
-    "ep_gated", _gated_abstract_eval, _plain_gated, _kernel_gated, _gated_jvp
-)
-down_jvp_p = _define(
-    "ep_gated_down_jvp",
-    _down_jvp_abstract_eval,
-    _plain_down_jvp,
-    None,
-    lambda *args, **params: _down_jvp(down_jvp_p, _plain_down_jvp, *args, **params),
-)
-ad.primitive_transposes[down_jvp_p] = _down_jvp_transpose
-down_vjp_p = _define(
-    "ep_gated_down_vjp",
-    _down_vjp_abstract_eval,
-    _plain_down_vjp,
-    _kernel_down_vjp,
-    lambda *args, **params: _down_jvp(down_vjp_p, _plain_down_vjp, *args, **params),
-)
-ad.primitive_transposes[down_vjp_p] = _down_vjp_transpose
+    if all(is_zero(ct) for ct in cotangents):
+        return [None] * _POINT + zeros_of_linear([linear])
+    cotangents = map(instantiated, cotangents)
+    found = bind("ep_gated_down_jvp", *point, *cotangents, **params)
+    return [None] * _POINT + found
