@@ -16,10 +16,11 @@
 #include "cc/element.h"
 #include "cc/layout.h"
 #include "cc/peer_view.h"
+#include "cc/plan_results.h"
 
 namespace jax_ep {
 
-struct PlanParams {
+struct PlanInputs {
   Operation op;
   int32_t num_experts;
   int32_t expert_alignment;
@@ -27,16 +28,10 @@ struct PlanParams {
   int64_t num_tokens;
   int64_t capacity;
   const int32_t* topk_idx;  // [T, K]
-  int32_t* routes;          // [T, min(K, R), 2]
-  int32_t* num_recv;        // []
-  int32_t* num_demand;      // []
-  bool* overflow;           // []
-  int32_t* recv_counts;     // [R]
-  int32_t* recv_topk_idx;   // [C, K]
-  int32_t* recv_src;        // [C]
-  int32_t* expert_counts;   // [L]
-  int32_t* group_sizes;     // [L]
-  int32_t* workspace;       // PlanWorkspaceSize elements
+};
+
+struct PlanParams : PlanInputs, PlanResults {
+  int32_t* workspace;  // PlanWorkspaceSize elements
   // Whether other processes can reach recv_topk_idx, recv_src and workspace;
   // looked at only where there are other processes.
   bool exported[3];

@@ -1,13 +1,17 @@
-#include "xla_ffi/cuda_expert_handlers.h"
-
+// FFI handlers of the operations between rows and experts, on GPUs. They are
+// local to a device: no state, no handshake.
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "cc/expert_ops.h"
 #include "cc/layout.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/cuda_calls.h"
+#include "xla_ffi/expert_calls.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/leaves.h"
 
 namespace jax_ep {
@@ -15,16 +19,6 @@ namespace jax_ep {
 namespace ffi = xla::ffi;
 
 namespace {
-
-ffi::Error Invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
-}
-
-ffi::Error Launched(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jax_ep ") + op +
-                              ": launch failed: " + cudaGetErrorString(status));
-}
 
 ffi::Error ExpertRows(cudaStream_t stream,
                       ffi::BufferR2<ffi::S32> recv_topk_idx,
@@ -114,39 +108,18 @@ ffi::Error RowDots(cudaStream_t stream, ffi::BufferR2<ffi::S32> expert_rows,
   return Launched("row_dots", LaunchRowDots(params, stream));
 }
 
-}  // namespace
+using OnStream = ffi::PlatformStream<cudaStream_t>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpExpertRows, ExpertRows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
-                                  .Ret<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .Ret<ffi::BufferR2<ffi::S32>>()  // ranges
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // workspace
-                                  .Attr<int64_t>("expert_alignment")
-                                  .Attr<int64_t>("expert_capacity"),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpPermute, Permute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // ranges
-                                  .RemainingArgs()
-                                  .RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpUnpermute, Unpermute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .RemainingArgs()
-                                  .RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpRowDots, RowDots,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+const HandlerRegistration expert_rows(
+    "jax_ep_expert_rows",
+    Execute<ExpertRows, BindExpertRows<OnStream>, kInGraphs>);
+const HandlerRegistration permute(
+    "jax_ep_permute", Execute<Permute, BindPermute<OnStream>, kInGraphs>);
+const HandlerRegistration unpermute(
+    "jax_ep_unpermute", Execute<Unpermute, BindUnpermute<OnStream>, kInGraphs>);
+const HandlerRegistration row_dots(
+    "jax_ep_row_dots", Execute<RowDots, BindRowDots<OnStream>, kInGraphs>);
+
+}  // namespace
 
 }  // namespace jax_ep

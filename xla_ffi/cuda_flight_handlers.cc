@@ -1,37 +1,42 @@
-#include "xla_ffi/cuda_flight_handlers.h"
+// FFI handlers of operations in two halves, on GPUs.
+//
+// A start launches the operation's kernel on a stream of the communicator's
+// own, behind all that XLA has enqueued so far; a done makes XLA's stream wait
+// for the kernel. In between the kernel works on XLA's buffers beside XLA's own
+// kernels. XLA keeps the buffers alive because the done has them all as
+// operands, and the rows stay where they arrive because the done's results are
+// aliased to the start's. A done checks both: it knows its start by the
+// addresses, and where XLA has copied a buffer it finds none and fails.
+//
+// Not for command buffers: XLA captures one handler at a time into a graph, and
+// a fork that is not joined in the same capture cannot be captured.
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cc/current_device.h"
-#include "cc/layout.h"
+#include "cc/ops.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/cuda_calls.h"
+#include "xla_ffi/cuda_flights.h"
+#include "xla_ffi/cuda_row_handlers.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
 
 namespace ffi = xla::ffi;
 
-ffi::TypeId CudaStartSite::id = {};
-ffi::TypeId CudaDoneSite::id = {};
-const XLA_FFI_TypeInfo kCudaStartSiteInfo = ffi::MakeTypeInfo<CudaStartSite>();
-const XLA_FFI_TypeInfo kCudaDoneSiteInfo = ffi::MakeTypeInfo<CudaDoneSite>();
-
 namespace {
-
-cudaError_t MakeStream(int32_t ordinal, cudaStream_t* stream) {
-  const OnDevice device(ordinal);
-  if (device.status() != cudaSuccess) return device.status();
-  // High priority: the blocks of a flight are few, and take their places before
-  // those of a large kernel that is there to hide it.
-  int least, greatest;
-  const cudaError_t status =
-      cudaDeviceGetStreamPriorityRange(&least, &greatest);
-  if (status != cudaSuccess) return status;
-  return cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest);
-}
 
 cudaError_t MakeEvents(int32_t ordinal, CudaFlight* flight) {
   const OnDevice device(ordinal);
@@ -50,76 +55,34 @@ cudaError_t MakeEvents(int32_t ordinal, CudaFlight* flight) {
   return cudaSuccess;
 }
 
-// The communicator's flights, made by the first that asks.
-std::shared_ptr<CudaFlights> FlightsOf(CudaCommunicator& communicator) {
-  std::lock_guard<std::mutex> lock(communicator.flights_mutex);
-  if (communicator.flights == nullptr) {
-    communicator.flights = std::make_shared<CudaFlights>(communicator);
-  }
-  return communicator.flights;
-}
-
-ffi::Error Failed(const char* what, cudaError_t status) {
-  return ffi::Error::Internal(std::string("jax_ep ") + what +
-                              ": launch failed: " + cudaGetErrorString(status));
-}
-
 }  // namespace
 
-CudaFlights::CudaFlights(const CudaCommunicator& communicator) {
-  for (const auto& [ordinal, view] : communicator.views) {
-    const cudaError_t status = MakeStream(ordinal, &devices_[ordinal].stream);
-    if (status_ == cudaSuccess) status_ = status;
-  }
-}
+// State of a start's call site.
+struct CudaStartSite {
+  static ffi::TypeId id;
 
-CudaFlights::~CudaFlights() {
-  for (auto& [ordinal, device] : devices_) {
-    if (device.stream == nullptr) continue;
-    const OnDevice current(ordinal);
-    // Does not wait for what is on the stream.
-    if (current.status() == cudaSuccess) cudaStreamDestroy(device.stream);
-  }
-}
+  explicit CudaStartSite(CudaCallSite call_site);
+  CudaStartSite(const CudaStartSite&) = delete;
+  CudaStartSite& operator=(const CudaStartSite&) = delete;
+  ~CudaStartSite();
 
-cudaStream_t CudaFlights::StreamOn(int32_t ordinal) const {
-  const auto found = devices_.find(ordinal);
-  return found == devices_.end() ? nullptr : found->second.stream;
-}
+  CudaCallSite site;
+  std::shared_ptr<CudaFlights> flights;
+  std::map<int32_t, CudaFlight> by_device;
+  cudaError_t status = cudaSuccess;
+};
 
-void CudaFlights::Add(int32_t ordinal, CudaFlight* flight) {
-  Device& device = On(ordinal);
-  std::lock_guard<std::mutex> lock(device.mutex);
-  device.flights.push_back(flight);
-}
+// State of a done's call site.
+struct CudaDoneSite {
+  static ffi::TypeId id;
 
-void CudaFlights::Remove(int32_t ordinal, const CudaFlight* flight) {
-  Device& device = On(ordinal);
-  std::lock_guard<std::mutex> lock(device.mutex);
-  device.flights.erase(
-      std::remove(device.flights.begin(), device.flights.end(), flight),
-      device.flights.end());
-}
+  std::shared_ptr<CudaCommunicator> communicator;
+  std::shared_ptr<CudaFlights> flights;
+  uint32_t channel;
+};
 
-CudaFlight* CudaFlights::Find(int32_t ordinal, const void* out) {
-  Device& device = On(ordinal);
-  std::lock_guard<std::mutex> lock(device.mutex);
-  for (CudaFlight* flight : device.flights) {
-    if (flight->under_way && flight->rows.leaves[0].out == out) return flight;
-  }
-  return nullptr;
-}
-
-void CudaFlights::WaitForAll(int32_t ordinal, cudaStream_t stream) {
-  Device& device = On(ordinal);
-  // No CUDA call waits for the device here.
-  std::lock_guard<std::mutex> lock(device.mutex);
-  for (CudaFlight* flight : device.flights) {
-    if (!flight->under_way) continue;
-    cudaStreamWaitEvent(stream, flight->landed, 0);
-    flight->under_way = false;
-  }
-}
+ffi::TypeId CudaStartSite::id = {};
+ffi::TypeId CudaDoneSite::id = {};
 
 CudaStartSite::CudaStartSite(CudaCallSite call_site)
     : site(std::move(call_site)), flights(FlightsOf(*site.communicator)) {
@@ -143,25 +106,25 @@ CudaStartSite::~CudaStartSite() {
 
 namespace {
 
-ffi::ErrorOr<std::unique_ptr<CudaStartSite>> InstantiateStart(
+ffi::ErrorOr<std::unique_ptr<CudaStartSite>> MakeStartSite(
     ffi::Dictionary attributes) {
   ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site =
       MakeCallSite(SlotKind::kFlight, attributes);
   if (site.has_error()) return ffi::Unexpected(site.error());
   auto start = std::make_unique<CudaStartSite>(std::move(**site));
   if (start->status != cudaSuccess) {
-    return ffi::Unexpected(Failed("start", start->status));
+    return ffi::Unexpected(Launched("start", start->status));
   }
   return start;
 }
 
-ffi::ErrorOr<std::unique_ptr<CudaDoneSite>> InstantiateDone(
+ffi::ErrorOr<std::unique_ptr<CudaDoneSite>> MakeDoneSite(
     ffi::Dictionary attributes) {
   const auto site = ReadSite<CudaCommunicator>(attributes, "cuda");
   if (site.has_error()) return ffi::Unexpected(site.error());
   std::shared_ptr<CudaFlights> flights = FlightsOf(*site->communicator);
   if (flights->status() != cudaSuccess) {
-    return ffi::Unexpected(Failed("done", flights->status()));
+    return ffi::Unexpected(Launched("done", flights->status()));
   }
   return std::make_unique<CudaDoneSite>(CudaDoneSite{
       .communicator = site->communicator,
@@ -170,51 +133,62 @@ ffi::ErrorOr<std::unique_ptr<CudaDoneSite>> InstantiateDone(
   });
 }
 
-std::string Name(const char* op, uint32_t channel) {
-  return std::string("jax_ep ") + op + " (channel " + std::to_string(channel) +
-         ")";
+// Of a half of an operation.
+std::string NameOf(const RowOperation& op, const char* half) {
+  return std::string(op.name) + half;
 }
 
-using Launcher = cudaError_t(const RowParams&, cudaStream_t, cudaEvent_t);
+std::string WhereIn(const RowOperation& op, const char* half,
+                    uint32_t channel) {
+  return "jax_ep " + NameOf(op, half) + " (channel " + std::to_string(channel) +
+         ")";
+}
 
 // Enqueues the kernel behind what `stream` holds, on the stream of flights.
 // What comes on `stream` waits until the kernel's blocks have begun: they would
 // else get their places when those of the kernel beside them end, and land
 // later.
-cudaError_t TakeOff(const RowParams& rows, cudaStream_t stream,
-                    cudaStream_t side, Launcher* launch,
+cudaError_t TakeOff(const RowOperation& op, const RowParams& rows,
+                    cudaStream_t stream, cudaStream_t side,
                     const CudaFlight& flight) {
   cudaError_t status = cudaEventRecord(flight.departed, stream);
   if (status != cudaSuccess) return status;
   status = cudaStreamWaitEvent(side, flight.departed, 0);
   if (status != cudaSuccess) return status;
-  status = launch(rows, side, flight.begun);
+  status = op.launch(rows, side, flight.begun);
   if (status != cudaSuccess) return status;
   status = cudaEventRecord(flight.landed, side);
   if (status != cudaSuccess || flight.begun == nullptr) return status;
   return cudaStreamWaitEvent(stream, flight.begun, 0);
 }
 
-ffi::Error Start(CudaStartSite& start, int32_t ordinal, cudaStream_t stream,
-                 const RowParams& rows, const char* op, Launcher* launch) {
-  // Rows() knows the ordinal, so it is here.
-  CudaFlight& flight = start.by_device.find(ordinal)->second;
+template <const RowOperation& op>
+ffi::Error Start(CudaStartSite* start, int32_t ordinal, cudaStream_t stream,
+                 Position position, Routes routes, NumRecv num_recv,
+                 RecvSrc recv_src, ffi::RemainingArgs in,
+                 ffi::RemainingRets out) {
+  const ffi::ErrorOr<RowParams> rows =
+      RowsOf(op, start->site, ordinal, position, {routes, num_recv, recv_src},
+             in, out);
+  if (rows.has_error()) return rows.error();
+  // RowsOf() knows the ordinal, so it is here.
+  CudaFlight& flight = start->by_device.find(ordinal)->second;
+  CudaFlights& flights = *start->flights;
   if (flight.under_way) {
-    start.flights->WaitForAll(ordinal, stream);
-    return ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        Name(op, start.site.channel) +
-            ": the flight before was never finished; every start needs its "
-            "done in the same program");
+    flights.WaitForAll(ordinal, stream);
+    return FailedPrecondition(
+        WhereIn(op, "_start", start->site.channel) +
+        ": the flight before was never finished; every start needs its done in "
+        "the same program");
   }
   // One that arrives in the same place was left by a run that failed, else XLA
   // would not have given its memory away. It must not be taken for this one.
-  CudaFlight* const left = start.flights->Find(ordinal, rows.leaves[0].out);
+  CudaFlight* const left = flights.Find(ordinal, rows->leaves[0].out);
   if (left != nullptr) left->under_way = false;
   const cudaError_t status =
-      TakeOff(rows, stream, start.flights->StreamOn(ordinal), launch, flight);
-  if (status != cudaSuccess) return Failed(op, status);
-  flight.rows = rows;
+      TakeOff(op, *rows, stream, flights.StreamOn(ordinal), flight);
+  if (status != cudaSuccess) return Launched(NameOf(op, "_start"), status);
+  flight.rows = *rows;
   flight.under_way = true;
   return ffi::Error::Success();
 }
@@ -226,9 +200,8 @@ bool IsOf(const CudaFlight& flight, const Routing& routing,
   const RowParams& rows = flight.rows;
   const size_t count = out.size();
   if (static_cast<size_t>(rows.num_leaves) != count) return false;
-  if (rows.routes != routing.routes.typed_data() ||
-      rows.num_recv != routing.num_recv.typed_data() ||
-      rows.recv_src != routing.recv_src.typed_data()) {
+  if (rows.routes != routing.routes || rows.num_recv != routing.num_recv ||
+      rows.recv_src != routing.recv_src) {
     return false;
   }
   for (size_t i = 0; i < count; ++i) {
@@ -243,89 +216,52 @@ bool IsOf(const CudaFlight& flight, const Routing& routing,
   return true;
 }
 
-ffi::Error Done(CudaDoneSite& done, int32_t ordinal, cudaStream_t stream,
-                const Routing& routing, const ffi::RemainingArgs& in,
-                const ffi::RemainingRets& out, const char* op) {
-  if (done.flights->StreamOn(ordinal) == nullptr || out.size() == 0 ||
+template <const RowOperation& op>
+ffi::Error Done(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
+                Position /*start has checked it*/, Routes routes,
+                NumRecv num_recv, RecvSrc recv_src, ffi::RemainingArgs in,
+                ffi::RemainingRets out) {
+  CudaFlights& flights = *done->flights;
+  if (flights.StreamOn(ordinal) == nullptr || out.size() == 0 ||
       in.size() != 2 * out.size() + 1) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      Name(op, done.channel) + ": not a call of jax_ep's");
+    return Invalid(WhereIn(op, "_done", done->channel) +
+                   ": not a call of jax_ep's");
   }
   CudaFlight* flight =
-      done.flights->Find(ordinal, in.get<ffi::AnyBuffer>(0)->untyped_data());
-  if (flight == nullptr || !IsOf(*flight, routing, in, out)) {
+      flights.Find(ordinal, in.get<ffi::AnyBuffer>(0)->untyped_data());
+  if (flight == nullptr ||
+      !IsOf(*flight, {routes, num_recv, recv_src}, in, out)) {
     // Nothing may be left in the air when XLA takes its memory back.
-    done.flights->WaitForAll(ordinal, stream);
-    return ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        Name(op, done.channel) +
-            ": no flight has these buffers, because XLA copied them or it was "
-            "finished before; start and finish a flight once, in the same jit "
-            "and the same function, loop body or branch");
+    flights.WaitForAll(ordinal, stream);
+    return FailedPrecondition(
+        WhereIn(op, "_done", done->channel) +
+        ": no flight has these buffers, because XLA copied them or it was "
+        "finished before; start and finish a flight once, in the same jit and "
+        "the same function, loop body or branch");
   }
   flight->under_way = false;
-  const cudaError_t status = cudaStreamWaitEvent(stream, flight->landed, 0);
-  return status == cudaSuccess ? ffi::Error::Success() : Failed(op, status);
+  return Launched(NameOf(op, "_done"),
+                  cudaStreamWaitEvent(stream, flight->landed, 0));
 }
 
-ffi::Error DispatchStart(CudaStartSite* start, int32_t ordinal,
-                         cudaStream_t stream, Position position,
-                         ffi::BufferR3<ffi::S32> routes,
-                         ffi::BufferR0<ffi::S32> num_recv,
-                         ffi::BufferR1<ffi::S32> recv_src,
-                         ffi::RemainingArgs in, ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows = DispatchRows(
-      start->site, ordinal, position, {routes, num_recv, recv_src}, in, out);
-  if (rows.has_error()) return rows.error();
-  return Start(*start, ordinal, stream, *rows, "dispatch_start",
-               LaunchDispatch);
-}
+const TypeRegistration start_site("jax_ep_cuda_start_site",
+                                  static_cast<CudaStartSite*>(nullptr));
+const TypeRegistration done_site("jax_ep_cuda_done_site",
+                                 static_cast<CudaDoneSite*>(nullptr));
 
-ffi::Error CombineStart(CudaStartSite* start, int32_t ordinal,
-                        cudaStream_t stream, Position position,
-                        ffi::BufferR3<ffi::S32> routes,
-                        ffi::BufferR0<ffi::S32> num_recv,
-                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
-                        ffi::RemainingRets out) {
-  const ffi::ErrorOr<RowParams> rows = CombineRows(
-      start->site, ordinal, position, {routes, num_recv, recv_src}, in, out);
-  if (rows.has_error()) return rows.error();
-  return Start(*start, ordinal, stream, *rows, "combine_start", LaunchCombine);
-}
-
-ffi::Error DispatchDone(CudaDoneSite* done, int32_t ordinal,
-                        cudaStream_t stream, Position /*start has checked it*/,
-                        ffi::BufferR3<ffi::S32> routes,
-                        ffi::BufferR0<ffi::S32> num_recv,
-                        ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
-                        ffi::RemainingRets out) {
-  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
-              "dispatch_done");
-}
-
-ffi::Error CombineDone(CudaDoneSite* done, int32_t ordinal, cudaStream_t stream,
-                       Position /*start has checked it*/,
-                       ffi::BufferR3<ffi::S32> routes,
-                       ffi::BufferR0<ffi::S32> num_recv,
-                       ffi::BufferR1<ffi::S32> recv_src, ffi::RemainingArgs in,
-                       ffi::RemainingRets out) {
-  return Done(*done, ordinal, stream, {routes, num_recv, recv_src}, in, out,
-              "combine_done");
-}
+const HandlerRegistration dispatch_start(
+    "jax_ep_dispatch_start", Execute<Start<kDispatch>, BindRows<CudaStartSite>>,
+    Instantiate<MakeStartSite>);
+const HandlerRegistration combine_start(
+    "jax_ep_combine_start", Execute<Start<kCombine>, BindRows<CudaStartSite>>,
+    Instantiate<MakeStartSite>);
+const HandlerRegistration dispatch_done(
+    "jax_ep_dispatch_done", Execute<Done<kDispatch>, BindRows<CudaDoneSite>>,
+    Instantiate<MakeDoneSite>);
+const HandlerRegistration combine_done(
+    "jax_ep_combine_done", Execute<Done<kCombine>, BindRows<CudaDoneSite>>,
+    Instantiate<MakeDoneSite>);
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpStartInstantiate, InstantiateStart,
-                              ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDoneInstantiate, InstantiateDone,
-                              ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchStart, DispatchStart,
-                              BindRows<CudaStartSite>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineStart, CombineStart,
-                              BindRows<CudaStartSite>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatchDone, DispatchDone,
-                              BindRows<CudaDoneSite>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombineDone, CombineDone,
-                              BindRows<CudaDoneSite>());
 
 }  // namespace jax_ep

@@ -1,15 +1,18 @@
-#include "xla_ffi/cuda_low_latency_handlers.h"
-
+// FFI handlers of the low-latency operations, on GPUs. Their call sites belong
+// to a buffer, which is registered as a communicator: its control memory are
+// the windows.
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <utility>
 
 #include "cc/low_latency.h"
-#include "xla_ffi/cuda_handlers.h"
+#include "cc/tag.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/cuda_calls.h"
 #include "xla_ffi/element.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/low_latency_attributes.h"
 
 namespace jax_ep {
@@ -18,19 +21,16 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Equal on all ranks in the same operation; see Operation::tag.
-uint32_t TagOf(const CudaCallSite& site, const LowLatencyParams& params,
-               uint64_t kind) {
-  uint64_t hash = 1;
-  for (const uint64_t number : {uint64_t{site.channel}, uint64_t{site.instance},
-                                kind, static_cast<uint64_t>(params.num_tokens),
-                                static_cast<uint64_t>(params.top_k),
-                                static_cast<uint64_t>(params.hidden),
-                                static_cast<uint64_t>(params.by_expert)}) {
-    hash = (hash ^ number) * 0x9E3779B97F4A7C15;
-    hash ^= hash >> 32;
-  }
-  return static_cast<uint32_t>(hash >> 48 << 16) | (site.channel & 0xffff);
+// `options`: what else all ranks have to agree on.
+uint32_t TagOf(const CudaCallSite& site, const char* op,
+               const LowLatencyParams& params, uint64_t options) {
+  Tag tag(site.channel, site.instance, op);
+  tag.Add(options);
+  tag.Add(params.num_tokens);
+  tag.Add(params.top_k);
+  tag.Add(params.hidden);
+  tag.Add(params.by_expert);
+  return tag.value();
 }
 
 // `hidden` and `element` are those of x or y.
@@ -44,8 +44,7 @@ ffi::ErrorOr<LowLatencyParams> Params(const CudaCallSite& site, int32_t ordinal,
   const Element element = ElementOf(rows.element_type());
   if (element == Element::kNone || element == Element::kF64) {
     return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                   "jax_ep: a low-latency operation on rows of another dtype"));
+        Invalid("jax_ep: a low-latency operation on rows of another dtype"));
   }
   const int64_t hidden = rows.dimensions().back();
   const int64_t num_tokens = topk_idx.dimensions()[0];
@@ -64,12 +63,6 @@ ffi::ErrorOr<LowLatencyParams> Params(const CudaCallSite& site, int32_t ordinal,
           attributes.by_expert != 0 ? num_tokens : attributes.max_tokens),
       .topk_idx = topk_idx.typed_data<int32_t>(),
   };
-}
-
-ffi::Error Launched(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jax_ep ") + op +
-                              ": launch failed: " + cudaGetErrorString(status));
 }
 
 // Operands: topk_idx, weights where there are any, x. Results: rows, scales
@@ -97,8 +90,8 @@ ffi::Error Dispatch(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
     params.topk_weights = in.get<ffi::AnyBuffer>(1)->typed_data<float>();
     params.recv_weights = next().typed_data<float>();
   }
-  params.base.op.tag =
-      TagOf(*site, params.base, 2 + 4 * params.quantize + weighted);
+  params.base.op.tag = TagOf(*site, "low_latency_dispatch", params.base,
+                             2 * params.quantize + weighted);
   return Launched("low_latency_dispatch",
                   LaunchLowLatencyDispatch(params, stream));
 }
@@ -122,33 +115,22 @@ ffi::Error Combine(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
   params.places = in.get<ffi::AnyBuffer>(1 + weighted)->typed_data<int32_t>();
   params.out =
       static_cast<std::byte*>((**out.get<ffi::AnyBuffer>(0)).untyped_data());
-  params.base.op.tag = TagOf(*site, params.base, 1);
+  params.base.op.tag = TagOf(*site, "low_latency_combine", params.base, 0);
   return Launched("low_latency_combine",
                   LaunchLowLatencyCombine(params, stream));
 }
 
 auto BindAll() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::State<CudaCallSite>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<Position>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attrs();
+  return BindCall<CudaCallSite>().RemainingArgs().RemainingRets().Attrs();
 }
 
-}  // namespace
+const HandlerRegistration dispatch(
+    "jax_ep_low_latency_dispatch", Execute<Dispatch, BindAll, kInGraphs>,
+    Instantiate<MakeCallSiteOf<SlotKind::kNone>>);
+const HandlerRegistration combine("jax_ep_low_latency_combine",
+                                  Execute<Combine, BindAll, kInGraphs>,
+                                  Instantiate<MakeCallSiteOf<SlotKind::kNone>>);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpLowLatencyInstantiate,
-    [](ffi::Dictionary attributes) {
-      return MakeCallSite(SlotKind::kNone, attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyDispatch, Dispatch, BindAll(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyCombine, Combine, BindAll(),
-                              {ffi::Traits::kCmdBufferCompatible});
+}  // namespace
 
 }  // namespace jax_ep

@@ -28,57 +28,14 @@
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
-#include "xla_ffi/capsules.h"
-#include "xla_ffi/cuda_expert_handlers.h"
-#include "xla_ffi/cuda_flight_handlers.h"
-#include "xla_ffi/cuda_handlers.h"
-#include "xla_ffi/cuda_low_latency_handlers.h"
-#include "xla_ffi/cuda_node_handlers.h"
+#include "xla_ffi/cuda_calls.h"
+#include "xla_ffi/module.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
 namespace {
 
 namespace nb = nanobind;
-
-nb::dict Handlers() {
-  nb::dict handlers;
-  handlers["jax_ep_plan"] = Handler(EpPlanInstantiate, EpPlan);
-  handlers["jax_ep_plan_dispatch"] = Handler(EpPlanInstantiate, EpPlanDispatch);
-  handlers["jax_ep_dispatch"] = Handler(EpRowsInstantiate, EpDispatch);
-  handlers["jax_ep_combine"] = Handler(EpRowsInstantiate, EpCombine);
-  handlers["jax_ep_dispatch_start"] =
-      Handler(EpStartInstantiate, EpDispatchStart);
-  handlers["jax_ep_dispatch_done"] = Handler(EpDoneInstantiate, EpDispatchDone);
-  handlers["jax_ep_combine_start"] =
-      Handler(EpStartInstantiate, EpCombineStart);
-  handlers["jax_ep_combine_done"] = Handler(EpDoneInstantiate, EpCombineDone);
-  handlers["jax_ep_dispatch_permute"] =
-      Handler(EpRowsInstantiate, EpDispatchPermute);
-  handlers["jax_ep_low_latency_dispatch"] =
-      Handler(EpLowLatencyInstantiate, EpLowLatencyDispatch);
-  handlers["jax_ep_low_latency_combine"] =
-      Handler(EpLowLatencyInstantiate, EpLowLatencyCombine);
-  handlers["jax_ep_node_dispatch"] = Handler(EpNodeInstantiate, EpNodeDispatch);
-  handlers["jax_ep_node_combine"] = Handler(EpNodeInstantiate, EpNodeCombine);
-  handlers["jax_ep_node_exchange"] = Handler(EpRailInstantiate, EpNodeExchange);
-  handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
-  handlers["jax_ep_permute"] = Handler(EpPermute);
-  handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
-  handlers["jax_ep_row_dots"] = Handler(EpRowDots);
-  return handlers;
-}
-
-nb::dict Types() {
-  nb::dict types;
-  types["jax_ep_cuda_call_site"] = Type(&CudaCallSite::id, &kCudaCallSiteInfo);
-  types["jax_ep_cuda_start_site"] =
-      Type(&CudaStartSite::id, &kCudaStartSiteInfo);
-  types["jax_ep_cuda_done_site"] = Type(&CudaDoneSite::id, &kCudaDoneSiteInfo);
-  types["jax_ep_cuda_node_site"] = Type(&CudaNodeSite::id, &kCudaNodeSiteInfo);
-  types["jax_ep_cuda_rail_site"] = Type(&CudaRailSite::id, &kCudaRailSiteInfo);
-  return types;
-}
 
 // Multiprocessors that an operation uses; asked_for is 0 where nobody asked.
 // Then a fixed share: 24 of an H200's 132 fill its link and
@@ -88,13 +45,6 @@ int32_t NumSms(int32_t ordinal, int32_t asked_for) {
   int count = 0;
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ordinal);
   return std::max(1, count * 2 / 11);
-}
-
-// MeshPlace: (position, num_ranks, stride).
-using Mesh = std::tuple<uint32_t, uint32_t, uint32_t>;
-
-MeshPlace MeshPlaceOf(const Mesh& mesh) {
-  return {std::get<0>(mesh), std::get<1>(mesh), std::get<2>(mesh)};
 }
 
 // Set-up writes tables of regions from Python.
@@ -232,16 +182,6 @@ void CreateCommunicator(int64_t id, const CommunicatorArguments& from) {
   Registry<CudaCommunicator>::Get().Add(id, std::move(communicator));
 }
 
-// Bytes of staging memory that a rank holds, 0 where staging_bytes is too
-// small, and the least staging_bytes.
-std::pair<int64_t, int64_t> StagingSize(int64_t staging_bytes,
-                                        int64_t num_channels,
-                                        int64_t num_ranks) {
-  const StagingLayout layout(staging_bytes, num_channels, num_ranks);
-  return {layout.Valid() ? layout.size() : 0,
-          StagingLayout::MinBytes(num_channels, num_ranks)};
-}
-
 // (version, problem): NCCL's, or why there is none.
 std::pair<int, std::string> LoadNccl(const std::vector<std::string>& files) {
   std::string problem;
@@ -288,9 +228,7 @@ std::string ConnectRails(int64_t id, const std::vector<RailPlace>& from,
 }
 
 NB_MODULE(_cuda, m) {
-  m.def("ffi_version", &FfiVersion);
-  m.def("handlers", &Handlers);
-  m.def("types", &Types);
+  DefineShared(m);
   m.def("num_handler_calls", &NumHandlerCalls);
   m.def("control_bytes",
         [](int32_t num_ranks) { return ControlLayout(num_ranks).size(); });
@@ -298,8 +236,6 @@ NB_MODULE(_cuda, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.attr("architectures") = Architectures();
   m.attr("max_regions") = kMaxRegions;
-  m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
-        nb::arg("num_channels"), nb::arg("num_ranks"));
   m.def("num_sms", &NumSms, nb::arg("ordinal"), nb::arg("asked_for"));
   m.def("begin_program", &ControlSlots::BeginProgram);
   nb::class_<Place>(m, "Place")

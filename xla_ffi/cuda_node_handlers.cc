@@ -1,53 +1,69 @@
-#include "xla_ffi/cuda_node_handlers.h"
-
+// FFI handlers of operations between nodes, on GPUs.
+//
+// Not for command buffers: a handler works on two streams and enqueues NCCL's
+// operations, whose host threads follow them; XLA captures handlers of which
+// that is not known to work in each NCCL.
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 
+#include "cc/nccl_wire.h"
 #include "cc/node_moves.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/cuda_calls.h"
+#include "xla_ffi/cuda_row_handlers.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
 
 namespace ffi = xla::ffi;
 
+// State of a call site of dispatch or combine: the node's, and the rails.
+struct CudaNodeSite {
+  static ffi::TypeId id;
+
+  CudaCallSite site;
+  std::shared_ptr<NcclRails> rails;
+};
+
+// State of a call site of an exchange: the rails alone.
+struct CudaRailSite {
+  static ffi::TypeId id;
+
+  std::shared_ptr<NcclRails> rails;
+  int64_t channel;
+};
+
 ffi::TypeId CudaNodeSite::id = {};
 ffi::TypeId CudaRailSite::id = {};
-const XLA_FFI_TypeInfo kCudaNodeSiteInfo = ffi::MakeTypeInfo<CudaNodeSite>();
-const XLA_FFI_TypeInfo kCudaRailSiteInfo = ffi::MakeTypeInfo<CudaRailSite>();
 
 namespace {
-
-ffi::Error Invalid(std::string message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message));
-}
 
 ffi::Error Enqueued(const char* op, const std::string& problem) {
   if (problem.empty()) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("jax_ep ") + op + ": " + problem);
 }
 
-ffi::ErrorOr<std::unique_ptr<CudaNodeSite>> InstantiateNode(
+ffi::ErrorOr<std::unique_ptr<CudaNodeSite>> MakeNodeSite(
     ffi::Dictionary attributes) {
-  const auto rail = attributes.get<int64_t>("rail");
+  const auto rail = Integers(attributes, {"rail"});
   if (rail.has_error()) return ffi::Unexpected(rail.error());
-  ffi::ErrorOr<std::unique_ptr<CudaCallSite>> site =
-      MakeCallSite(SlotKind::kRows, attributes);
+  auto site = MakeCallSite(SlotKind::kRows, attributes);
   if (site.has_error()) return ffi::Unexpected(site.error());
-  std::shared_ptr<NcclRails> rails = Registry<NcclRails>::Get().Find(*rail);
-  if (rails == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      UnknownCommunicator(*rail, "cuda")));
-  }
+  auto rails = Registry<NcclRails>::Get().Find((*rail)[0], "cuda");
+  if (rails.has_error()) return ffi::Unexpected(rails.error());
   return std::make_unique<CudaNodeSite>(
-      CudaNodeSite{.site = std::move(**site), .rails = std::move(rails)});
+      CudaNodeSite{.site = std::move(**site), .rails = *std::move(rails)});
 }
 
-ffi::ErrorOr<std::unique_ptr<CudaRailSite>> InstantiateRail(
+ffi::ErrorOr<std::unique_ptr<CudaRailSite>> MakeRailSite(
     ffi::Dictionary attributes) {
   const auto read = ReadSite<NcclRails>(attributes, "cuda");
   if (read.has_error()) return ffi::Unexpected(read.error());
@@ -57,29 +73,39 @@ ffi::ErrorOr<std::unique_ptr<CudaRailSite>> InstantiateRail(
 
 ffi::ErrorOr<NcclWire*> WireOn(const NcclRails& rails, int32_t ordinal) {
   NcclWire* const wire = rails.WireOn(ordinal);
-  if (wire == nullptr) {
-    return ffi::Unexpected(Invalid("jax_ep: GPU " + std::to_string(ordinal) +
-                                   " is not on the communicator's mesh"));
-  }
+  if (wire == nullptr) return ffi::Unexpected(NotOnMesh(ordinal));
   return wire;
+}
+
+// Whom wire rows are for: dispatch's `sends`, combine's `places`.
+using Sends = ffi::BufferR1<ffi::S32>;
+using Places = ffi::BufferR2<ffi::S32>;
+
+// Their number of tokens.
+int64_t Add(NodeRows& params, const Sends& sends,
+            const ffi::RemainingArgs& in) {
+  params.sends = sends.typed_data();
+  return in.get<ffi::AnyBuffer>(0)->dimensions()[0];
+}
+int64_t Add(NodeRows& params, const Places& places, const ffi::RemainingArgs&) {
+  params.places = places.typed_data();
+  params.places_per_token = static_cast<int32_t>(places.dimensions()[1]);
+  return places.dimensions()[0];
 }
 
 // Adds to what dispatch and combine know inside a node. Results are the leaves,
 // then their staging memory.
-ffi::Error Complete(NodeRows& params, const NcclWire& wire,
-                    const ffi::BufferR3<ffi::S32>& routes, int64_t num_tokens,
-                    const ffi::RemainingRets& out, ffi::Dictionary attributes) {
-  const auto chunk_rows = attributes.get<int64_t>("chunk_rows");
-  const auto in_flight = attributes.get<int64_t>("in_flight");
-  if (chunk_rows.has_error()) return chunk_rows.error();
-  if (in_flight.has_error()) return in_flight.error();
+ffi::Error Complete(NodeRows& params, const NcclWire& wire, int64_t wire_rows,
+                    const ffi::RemainingRets& out,
+                    const ffi::Dictionary& attributes) {
+  const auto chunks = Integers(attributes, {"chunk_rows", "in_flight"});
+  if (chunks.has_error()) return chunks.error();
   params.node = wire.place().node;
   params.num_nodes = wire.place().num_nodes;
   params.node_size = params.rows.op.view.num_ranks;
-  params.num_tokens = num_tokens;
-  params.block = (routes.dimensions()[0] - num_tokens) / (params.num_nodes - 1);
-  params.chunk_rows = *chunk_rows;
-  params.in_flight = static_cast<int32_t>(*in_flight);
+  params.block = (wire_rows - params.num_tokens) / (params.num_nodes - 1);
+  params.chunk_rows = (*chunks)[0];
+  params.in_flight = static_cast<int32_t>((*chunks)[1]);
   const int32_t leaves = params.rows.num_leaves;
   if (params.chunk_rows < 1 || params.in_flight < 1 ||
       params.in_flight > kMaxInFlight ||
@@ -93,52 +119,37 @@ ffi::Error Complete(NodeRows& params, const NcclWire& wire,
   return ffi::Error::Success();
 }
 
-ffi::Error Dispatch(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
-                    Position position, ffi::BufferR3<ffi::S32> routes,
-                    ffi::BufferR0<ffi::S32> num_recv,
-                    ffi::BufferR1<ffi::S32> arrivals,
-                    ffi::BufferR1<ffi::S32> sends, ffi::RemainingArgs in,
+struct NodeOperation {
+  const char* name;
+  const RowOperation& inside;  // a node
+  std::string (*enqueue)(const NodeRows&, Wire&, const NodeEvents&,
+                         cudaStream_t);
+};
+constexpr NodeOperation kNodeDispatch = {"node_dispatch", kDispatch,
+                                         NodeDispatch};
+constexpr NodeOperation kNodeCombine = {"node_combine", kCombine, NodeCombine};
+
+template <const NodeOperation& op, typename Index>
+ffi::Error MoveRows(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
+                    Position position, Routes routes, NumRecv num_recv,
+                    RecvSrc arrivals, Index index, ffi::RemainingArgs in,
                     ffi::RemainingRets out, ffi::Dictionary attributes) {
   const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
   if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows = DispatchRows(
-      site->site, ordinal, position, {routes, num_recv, arrivals}, in, out);
+  const ffi::ErrorOr<RowParams> rows =
+      RowsOf(op.inside, site->site, ordinal, position,
+             {routes, num_recv, arrivals}, in, out);
   if (rows.has_error()) return rows.error();
   NodeRows params = {};
   params.rows = *rows;
-  params.sends = sends.typed_data();
+  params.num_tokens = Add(params, index, in);
   const ffi::Error completed =
-      Complete(params, **wire, routes,
-               in.get<ffi::AnyBuffer>(0)->dimensions()[0], out, attributes);
+      Complete(params, **wire, routes.dimensions()[0], out, attributes);
   if (completed.failure()) return completed;
   std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
-  (*wire)->Begin("node_dispatch", site->site.channel);
-  return Enqueued("node_dispatch",
-                  NodeDispatch(params, **wire, (*wire)->events(), stream));
-}
-
-ffi::Error Combine(CudaNodeSite* site, int32_t ordinal, cudaStream_t stream,
-                   Position position, ffi::BufferR3<ffi::S32> routes,
-                   ffi::BufferR0<ffi::S32> num_recv,
-                   ffi::BufferR1<ffi::S32> arrivals,
-                   ffi::BufferR2<ffi::S32> places, ffi::RemainingArgs in,
-                   ffi::RemainingRets out, ffi::Dictionary attributes) {
-  const ffi::ErrorOr<NcclWire*> wire = WireOn(*site->rails, ordinal);
-  if (wire.has_error()) return wire.error();
-  const ffi::ErrorOr<RowParams> rows = CombineRows(
-      site->site, ordinal, position, {routes, num_recv, arrivals}, in, out);
-  if (rows.has_error()) return rows.error();
-  NodeRows params = {};
-  params.rows = *rows;
-  params.places = places.typed_data();
-  params.places_per_token = static_cast<int32_t>(places.dimensions()[1]);
-  const ffi::Error completed =
-      Complete(params, **wire, routes, places.dimensions()[0], out, attributes);
-  if (completed.failure()) return completed;
-  std::lock_guard<std::timed_mutex> lock((*wire)->mutex());
-  (*wire)->Begin("node_combine", site->site.channel);
-  return Enqueued("node_combine",
-                  NodeCombine(params, **wire, (*wire)->events(), stream));
+  (*wire)->Begin(op.name, site->site.channel);
+  return Enqueued(op.name,
+                  op.enqueue(params, **wire, (*wire)->events(), stream));
 }
 
 ffi::Error Exchange(CudaRailSite* site, int32_t ordinal, cudaStream_t stream,
@@ -163,40 +174,36 @@ ffi::Error Exchange(CudaRailSite* site, int32_t ordinal, cudaStream_t stream,
                                **wire, (*wire)->events(), stream));
 }
 
-// As BindRows(), with one more routing operand and attributes.
 template <typename Index>
 auto BindNodeRows() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::State<CudaNodeSite>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<Position>()
-      .Arg<ffi::BufferR3<ffi::S32>>()  // routes
-      .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
-      .Arg<ffi::BufferR1<ffi::S32>>()  // arrivals
-      .template Arg<Index>()           // sends or places
+  return BindRouting<CudaNodeSite>()
+      .template Arg<Index>()
       .RemainingArgs()
       .RemainingRets()
       .Attrs();
 }
 
-}  // namespace
+auto BindExchange() {
+  return BindCall<CudaRailSite>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>();
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpNodeInstantiate, InstantiateNode,
-                              ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpRailInstantiate, InstantiateRail,
-                              ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpNodeDispatch, Dispatch,
-                              BindNodeRows<ffi::BufferR1<ffi::S32>>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpNodeCombine, Combine,
-                              BindNodeRows<ffi::BufferR2<ffi::S32>>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpNodeExchange, Exchange,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<CudaRailSite>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Position>()
-                                  .Arg<ffi::AnyBuffer>()    // rows
-                                  .Ret<ffi::AnyBuffer>());  // rows
+const TypeRegistration node_site("jax_ep_cuda_node_site",
+                                 static_cast<CudaNodeSite*>(nullptr));
+const TypeRegistration rail_site("jax_ep_cuda_rail_site",
+                                 static_cast<CudaRailSite*>(nullptr));
+
+const HandlerRegistration node_dispatch(
+    "jax_ep_node_dispatch",
+    Execute<MoveRows<kNodeDispatch, Sends>, BindNodeRows<Sends>>,
+    Instantiate<MakeNodeSite>);
+const HandlerRegistration node_combine(
+    "jax_ep_node_combine",
+    Execute<MoveRows<kNodeCombine, Places>, BindNodeRows<Places>>,
+    Instantiate<MakeNodeSite>);
+const HandlerRegistration node_exchange("jax_ep_node_exchange",
+                                        Execute<Exchange, BindExchange>,
+                                        Instantiate<MakeRailSite>);
+
+}  // namespace
 
 }  // namespace jax_ep

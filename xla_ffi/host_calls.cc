@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
@@ -12,22 +13,21 @@ namespace jax_ep {
 namespace ffi = xla::ffi;
 
 ffi::TypeId HostCallSite::id = {};
-const XLA_FFI_TypeInfo kHostCallSiteInfo = ffi::MakeTypeInfo<HostCallSite>();
 
 HostCommunicator::~HostCommunicator() {
   // A forked child has no threads to join; the sockets are its parent's.
   if (getpid() != process_id) static_cast<void>(exchange.release());
 }
 
-ffi::ErrorOr<std::unique_ptr<HostCallSite>> InstantiateHostCall(
-    const char* op, ffi::Dictionary attributes) {
+ffi::ErrorOr<std::unique_ptr<HostCallSite>> MakeCallSite(
+    cpu::Op op, const ffi::Dictionary& attributes) {
   const auto site = ReadSite<HostCommunicator>(attributes, "cpu");
   if (site.has_error()) return ffi::Unexpected(site.error());
-  return std::make_unique<HostCallSite>(site->communicator,
-                                        std::string(op) + " (channel " +
-                                            std::to_string(site->channel) +
-                                            site->communicator->scope + ")",
-                                        site->channel);
+  return std::make_unique<HostCallSite>(
+      site->communicator,
+      std::string(cpu::NameOf(op)) + " (channel " +
+          std::to_string(site->channel) + site->communicator->scope + ")",
+      site->channel);
 }
 
 ffi::Future Failed(const std::string& message) {
@@ -38,6 +38,9 @@ ffi::Future Failed(const std::string& message) {
 }
 
 namespace {
+
+const TypeRegistration call_site("jax_ep_host_call_site",
+                                 static_cast<HostCallSite*>(nullptr));
 
 // Why the rank refuses to take part, "" where it does not.
 std::string WhyRefuse(const MeshPlace& mesh, uint32_t found) {

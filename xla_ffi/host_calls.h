@@ -1,24 +1,85 @@
-// What the handlers of the host backend share: call sites, and how the ranks of
-// a call meet.
+// What the handlers of the host backend share: communicators, call sites, and
+// how the ranks of a call meet.
 #ifndef JAX_EP_XLA_FFI_HOST_CALLS_H_
 #define JAX_EP_XLA_FFI_HOST_CALLS_H_
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cc/cpu/call_sites.h"
+#include "cc/cpu/exchange.h"
 #include "cc/cpu/moves.h"
 #include "cc/cpu/rendezvous.h"
+#include "cc/cpu/wire.h"
+#include "cc/mesh_place.h"
+#include "cc/wait_limits.h"
 #include "xla/ffi/api/ffi.h"
-#include "xla_ffi/host_handlers.h"
 
 namespace jax_ep {
 
+// Set up by Python, only read afterwards.
+struct HostCommunicator {
+  struct Place {
+    int group;
+    int rank;
+    MeshPlace mesh;
+  };
+
+  ~HostCommunicator();
+
+  // Whether all ranks of a group are in this process.
+  bool IsLocal(int group) const {
+    return static_cast<int>(local_ranks[group].size()) == num_ranks;
+  }
+
+  int num_ranks;
+  WaitLimits limits;
+  // What ranks are in messages, where they are not those of the mesh axis.
+  std::string scope;
+  std::map<int32_t, Place> places;  // by XLA's device ordinal
+  // By group: its ranks in this process, and where all of them are.
+  std::vector<std::vector<int>> local_ranks;
+  std::vector<cpu::GroupPlaces> group_places;
+  // Only where there are other processes.
+  std::unique_ptr<cpu::Exchange> exchange;
+  cpu::CallSites sites;
+  int process_id;  // of the operating system: a forked child has another
+};
+
+// State of one call site, shared by the local devices.
+struct HostCallSite {
+  static xla::ffi::TypeId id;
+
+  HostCallSite(std::shared_ptr<HostCommunicator> comm, std::string name,
+               int64_t channel_id)
+      : communicator(std::move(comm)),
+        channel(channel_id),
+        number(communicator->sites.Add(this, channel_id)),
+        rendezvous(std::move(name), communicator->local_ranks,
+                   communicator->limits) {}
+  ~HostCallSite() { communicator->sites.Remove(this); }
+  HostCallSite(const HostCallSite&) = delete;
+  HostCallSite& operator=(const HostCallSite&) = delete;
+
+  std::shared_ptr<HostCommunicator> communicator;
+  const int64_t channel;
+  const int32_t number;  // among the sites of a program that share a channel
+  cpu::Rendezvous rendezvous;
+};
+
 // The state of a call site of `op`, from its attributes "comm" and "channel".
-xla::ffi::ErrorOr<std::unique_ptr<HostCallSite>> InstantiateHostCall(
-    const char* op, xla::ffi::Dictionary attributes);
+xla::ffi::ErrorOr<std::unique_ptr<HostCallSite>> MakeCallSite(
+    cpu::Op op, const xla::ffi::Dictionary& attributes);
+template <cpu::Op op>
+xla::ffi::ErrorOr<std::unique_ptr<HostCallSite>> MakeCallSiteOf(
+    xla::ffi::Dictionary attributes) {
+  return MakeCallSite(op, attributes);
+}
 
 // A call that ended in an error.
 xla::ffi::Future Failed(const std::string& message);
@@ -36,6 +97,16 @@ struct Met {
 
 // Of this device on the program's mesh; the first operand of every call.
 using Position = xla::ffi::BufferR0<xla::ffi::U32>;
+
+// What every call of a communicator binds first.
+inline auto BindCall() {
+  namespace ffi = xla::ffi;
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<HostCallSite>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<Position>();
+}
 
 // Enters this device's rank with `arrival`; `work` runs on the last rank's
 // thread, and ends in the meeting's Finish(). Where a rank refuses, because its

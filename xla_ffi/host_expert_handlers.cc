@@ -1,13 +1,16 @@
-#include "xla_ffi/host_expert_handlers.h"
-
+// FFI handlers of the operations between rows and experts, on the host. They
+// are local to a device: no state, no meeting of ranks.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 
 #include "cc/cpu/expert_ops.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/expert_calls.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/leaves.h"
 
 namespace jax_ep {
@@ -50,11 +53,7 @@ void ForEachPart(
   }
 }
 
-ffi::Error Invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
-}
-
-ffi::Error ExpertRows(ffi::BufferR2<ffi::S32> recv_topk_idx,
+ffi::Error ExpertRows(ffi::ThreadPool, ffi::BufferR2<ffi::S32> recv_topk_idx,
                       ffi::ResultBufferR2<ffi::S32> expert_rows,
                       ffi::ResultBufferR2<ffi::S32> empty_ranges,
                       ffi::ResultBufferR1<ffi::S32> /*workspace*/,
@@ -155,34 +154,15 @@ ffi::Error RowDots(ffi::ThreadPool threads, ffi::BufferR2<ffi::S32> expert_rows,
   return ffi::Error::Success();
 }
 
-}  // namespace
+const HandlerRegistration expert_rows(
+    "jax_ep_expert_rows", Execute<ExpertRows, BindExpertRows<ffi::ThreadPool>>);
+const HandlerRegistration permute(
+    "jax_ep_permute", Execute<Permute, BindPermute<ffi::ThreadPool>>);
+const HandlerRegistration unpermute(
+    "jax_ep_unpermute", Execute<Unpermute, BindUnpermute<ffi::ThreadPool>>);
+const HandlerRegistration row_dots(
+    "jax_ep_row_dots", Execute<RowDots, BindRowDots<ffi::ThreadPool>>);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpExpertRows, ExpertRows,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
-                                  .Ret<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .Ret<ffi::BufferR2<ffi::S32>>()  // ranges
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // workspace
-                                  .Attr<int64_t>("expert_alignment")
-                                  .Attr<int64_t>("expert_capacity"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpPermute, Permute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // ranges
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpUnpermute, Unpermute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpRowDots, RowDots,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // rows
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>());
+}  // namespace
 
 }  // namespace jax_ep

@@ -1,5 +1,4 @@
-#include "xla_ffi/host_low_latency_handlers.h"
-
+// FFI handlers of the low-latency operations, on the host.
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -10,10 +9,11 @@
 
 #include "cc/cpu/low_latency.h"
 #include "cc/cpu/moves.h"
-#include "cc/layout.h"
+#include "cc/cpu/wire.h"
+#include "xla/ffi/api/ffi.h"
 #include "xla_ffi/element.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/host_calls.h"
-#include "xla_ffi/host_handlers.h"
 #include "xla_ffi/low_latency_attributes.h"
 
 namespace jax_ep {
@@ -299,33 +299,15 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 
 // Operands: the position; topk_idx, weights where there are any; dispatch: the
 // leaves; combine: places, y. Then what the call has to come after.
-auto BindAll() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::State<HostCallSite>>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Arg<Position>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attrs();
-}
+auto BindAll() { return BindCall().RemainingArgs().RemainingRets().Attrs(); }
+
+const HandlerRegistration dispatch(
+    "jax_ep_low_latency_dispatch", Execute<Dispatch, BindAll>,
+    Instantiate<MakeCallSiteOf<cpu::Op::kLowLatencyDispatch>>);
+const HandlerRegistration combine(
+    "jax_ep_low_latency_combine", Execute<Combine, BindAll>,
+    Instantiate<MakeCallSiteOf<cpu::Op::kLowLatencyCombine>>);
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpLowLatencyDispatchInstantiate,
-    [](ffi::Dictionary attributes) {
-      return InstantiateHostCall("low_latency_dispatch", attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpLowLatencyCombineInstantiate,
-    [](ffi::Dictionary attributes) {
-      return InstantiateHostCall("low_latency_combine", attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyDispatch, Dispatch, BindAll());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpLowLatencyCombine, Combine, BindAll());
 
 }  // namespace jax_ep

@@ -20,38 +20,14 @@
 #include "nanobind/stl/string.h"
 #include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
-#include "xla_ffi/capsules.h"
-#include "xla_ffi/host_expert_handlers.h"
-#include "xla_ffi/host_handlers.h"
-#include "xla_ffi/host_low_latency_handlers.h"
+#include "xla_ffi/host_calls.h"
+#include "xla_ffi/module.h"
 #include "xla_ffi/registry.h"
 
 namespace jax_ep {
 namespace {
 
 namespace nb = nanobind;
-
-nb::dict Handlers() {
-  nb::dict handlers;
-  handlers["jax_ep_plan"] = Handler(EpPlanInstantiate, EpPlan);
-  handlers["jax_ep_dispatch"] = Handler(EpDispatchInstantiate, EpDispatch);
-  handlers["jax_ep_combine"] = Handler(EpCombineInstantiate, EpCombine);
-  handlers["jax_ep_low_latency_dispatch"] =
-      Handler(EpLowLatencyDispatchInstantiate, EpLowLatencyDispatch);
-  handlers["jax_ep_low_latency_combine"] =
-      Handler(EpLowLatencyCombineInstantiate, EpLowLatencyCombine);
-  handlers["jax_ep_expert_rows"] = Handler(EpExpertRows);
-  handlers["jax_ep_permute"] = Handler(EpPermute);
-  handlers["jax_ep_unpermute"] = Handler(EpUnpermute);
-  handlers["jax_ep_row_dots"] = Handler(EpRowDots);
-  return handlers;
-}
-
-nb::dict Types() {
-  nb::dict types;
-  types["jax_ep_host_call_site"] = Type(&HostCallSite::id, &kHostCallSiteInfo);
-  return types;
-}
 
 // What connects the processes of a communicator, by their position among them.
 struct ExchangeArguments {
@@ -79,9 +55,6 @@ std::unique_ptr<cpu::Exchange> CreateExchange(const ExchangeArguments& from,
   return exchange;
 }
 
-// MeshPlace: (position, num_ranks, stride).
-using Mesh = std::tuple<uint32_t, uint32_t, uint32_t>;
-
 // places: (device ordinal, group, rank, its place on the mesh) of every local
 // device. processes: where each rank is, [group][rank], by position; `me` is
 // this one's.
@@ -99,9 +72,7 @@ void CreateCommunicator(
   communicator->scope = scope;
   communicator->process_id = getpid();
   for (const auto& [ordinal, group, rank, mesh] : places) {
-    const auto& [position, mesh_ranks, stride] = mesh;
-    communicator->places[ordinal] = {
-        group, rank, {position, mesh_ranks, stride}};
+    communicator->places[ordinal] = {group, rank, MeshPlaceOf(mesh)};
   }
   for (const std::vector<int>& process : processes) {
     cpu::GroupPlaces group = {me, process};
@@ -119,19 +90,8 @@ void CreateCommunicator(
   Registry<HostCommunicator>::Get().Add(id, std::move(communicator));
 }
 
-// Bytes of staging memory that a process holds, and the least staging_bytes.
-std::pair<int64_t, int64_t> StagingSize(int64_t staging_bytes,
-                                        int64_t num_channels,
-                                        int64_t num_processes) {
-  const StagingLayout layout(staging_bytes, num_channels, num_processes);
-  return {layout.Valid() ? layout.size() : 0,
-          StagingLayout::MinBytes(num_channels, num_processes)};
-}
-
 NB_MODULE(_host, m) {
-  m.def("ffi_version", &FfiVersion);
-  m.def("handlers", &Handlers);
-  m.def("types", &Types);
+  DefineShared(m);
   nb::class_<ExchangeArguments>(m, "ExchangeArguments")
       .def(nb::init<std::vector<int>, int64_t, int64_t, std::vector<int>,
                     std::vector<int>>(),
@@ -141,8 +101,6 @@ NB_MODULE(_host, m) {
         nb::arg("places"), nb::arg("num_ranks"), nb::arg("timeout_s"),
         nb::arg("warn_after_s"), nb::arg("processes"), nb::arg("me"),
         nb::arg("exchange").none(), nb::arg("scope") = "");
-  m.def("staging_size", &StagingSize, nb::arg("staging_bytes"),
-        nb::arg("num_channels"), nb::arg("num_processes"));
   m.def("abandon_after_fork", &cpu::Exchange::AbandonAfterFork);
   m.def("begin_program", &cpu::CallSites::BeginProgram);
   m.def("release_communicator",

@@ -6,8 +6,12 @@
 #include <vector>
 
 #include "cc/cpu/ops.h"
+#include "cc/cpu/wire.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/host_calls.h"
-#include "xla_ffi/host_handlers.h"
+#include "xla_ffi/plan_results.h"
 
 namespace jax_ep {
 
@@ -59,41 +63,22 @@ void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
 
 ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                  Position position, ffi::BufferR2<ffi::S32> topk_idx,
-                 ffi::ResultBufferR3<ffi::S32> routes,
-                 ffi::ResultBufferR0<ffi::S32> num_recv,
-                 ffi::ResultBufferR0<ffi::S32> num_demand,
-                 ffi::ResultBufferR0<ffi::PRED> overflow,
-                 ffi::ResultBufferR1<ffi::S32> recv_counts,
-                 ffi::ResultBufferR2<ffi::S32> recv_topk_idx,
-                 ffi::ResultBufferR1<ffi::S32> recv_src,
-                 ffi::ResultBufferR1<ffi::S32> expert_counts,
-                 ffi::ResultBufferR1<ffi::S32> group_sizes,
-                 ffi::ResultBufferR1<ffi::S32> /*workspace*/,
-                 ffi::Dictionary attributes) {
-  const auto num_experts = attributes.get<int64_t>("num_experts");
-  const auto alignment = attributes.get<int64_t>("expert_alignment");
-  if (num_experts.has_error()) return Failed(num_experts.error().message());
-  if (alignment.has_error()) return Failed(alignment.error().message());
+                 ffi::RemainingRets out, ffi::Dictionary attributes) {
+  const auto numbers =
+      Integers(attributes, {"num_experts", "expert_alignment"});
+  if (numbers.has_error()) return Failed(numbers.error().message());
+  const auto results = ReadPlanResults(out);
+  if (results.has_error()) return Failed(results.error().message());
   const cpu::PlanSizes sizes = {
       .num_ranks = site->communicator->num_ranks,
-      .num_experts = static_cast<int32_t>(*num_experts),
-      .expert_alignment = static_cast<int32_t>(*alignment),
+      .num_experts = static_cast<int32_t>((*numbers)[0]),
+      .expert_alignment = static_cast<int32_t>((*numbers)[1]),
       .top_k = static_cast<int32_t>(topk_idx.dimensions()[1]),
       .num_tokens = topk_idx.dimensions()[0],
-      .capacity = recv_src->dimensions()[0],
+      .capacity = PlanCapacity(out),
   };
-  auto buffers = std::make_shared<cpu::PlanBuffers>(cpu::PlanBuffers{
-      .topk_idx = topk_idx.typed_data(),
-      .routes = routes->typed_data(),
-      .num_recv = num_recv->typed_data(),
-      .num_demand = num_demand->typed_data(),
-      .overflow = overflow->typed_data(),
-      .recv_counts = recv_counts->typed_data(),
-      .recv_topk_idx = recv_topk_idx->typed_data(),
-      .recv_src = recv_src->typed_data(),
-      .expert_counts = expert_counts->typed_data(),
-      .group_sizes = group_sizes->typed_data(),
-  });
+  auto buffers = std::make_shared<cpu::PlanBuffers>(
+      cpu::PlanBuffers{*results, topk_idx.typed_data()});
   return Meet(site, run, ordinal, position, std::move(buffers),
               [&](const Met& met) {
                 if (!met.local()) return PlanBetweenProcesses(met, sizes);
@@ -102,32 +87,17 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
               });
 }
 
-}  // namespace
+// Results: those of a plan, its workspace.
+auto BindPlan() {
+  return BindCall()
+      .Arg<ffi::BufferR2<ffi::S32>>()  // topk_idx
+      .RemainingRets()
+      .Attrs();
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpPlanInstantiate,
-    [](ffi::Dictionary attributes) {
-      return InstantiateHostCall("plan", attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpPlan, Plan,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::State<HostCallSite>>()
-        .Ctx<ffi::RunId>()
-        .Ctx<ffi::DeviceOrdinal>()
-        .Arg<Position>()
-        .Arg<ffi::BufferR2<ffi::S32>>()   // topk_idx
-        .Ret<ffi::BufferR3<ffi::S32>>()   // routes
-        .Ret<ffi::BufferR0<ffi::S32>>()   // num_recv
-        .Ret<ffi::BufferR0<ffi::S32>>()   // num_demand
-        .Ret<ffi::BufferR0<ffi::PRED>>()  // overflow
-        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_counts
-        .Ret<ffi::BufferR2<ffi::S32>>()   // recv_topk_idx
-        .Ret<ffi::BufferR1<ffi::S32>>()   // recv_src
-        .Ret<ffi::BufferR1<ffi::S32>>()   // expert_counts
-        .Ret<ffi::BufferR1<ffi::S32>>()   // group_sizes
-        .Ret<ffi::BufferR1<ffi::S32>>()   // workspace
-        .Attrs());
+const HandlerRegistration plan("jax_ep_plan", Execute<Plan, BindPlan>,
+                               Instantiate<MakeCallSiteOf<cpu::Op::kPlan>>);
+
+}  // namespace
 
 }  // namespace jax_ep

@@ -1,5 +1,4 @@
-// Leaves of a call as buffers of bytes, for the operations between rows and
-// experts of both platforms.
+// Leaves of a call as buffers of bytes, for the operations of both platforms.
 #ifndef JAX_EP_XLA_FFI_LEAVES_H_
 #define JAX_EP_XLA_FFI_LEAVES_H_
 
@@ -17,15 +16,21 @@ inline int64_t RowBytes(const xla::ffi::AnyBuffer& buffer) {
   return rows == 0 ? 0 : static_cast<int64_t>(buffer.size_bytes()) / rows;
 }
 
+// `rows`: which of the two says how large a row is; the other may have none.
+template <typename Leaf>
+Leaf LeafOf(const xla::ffi::AnyBuffer& from, const xla::ffi::AnyBuffer& to,
+            const xla::ffi::AnyBuffer& rows) {
+  return {.in = static_cast<const std::byte*>(from.untyped_data()),
+          .out = static_cast<std::byte*>(to.untyped_data()),
+          .row_bytes = RowBytes(rows),
+          .element = ElementOf(from.element_type())};
+}
+
 template <typename Leaf>
 Leaf LeafOf(const xla::ffi::RemainingArgs& in, size_t from,
             const xla::ffi::RemainingRets& out, size_t to) {
   const xla::ffi::AnyBuffer rows = *in.get<xla::ffi::AnyBuffer>(from);
-  const xla::ffi::AnyBuffer moved = **out.get<xla::ffi::AnyBuffer>(to);
-  return {.in = static_cast<const std::byte*>(rows.untyped_data()),
-          .out = static_cast<std::byte*>(moved.untyped_data()),
-          .row_bytes = RowBytes(rows),
-          .element = ElementOf(rows.element_type())};
+  return LeafOf<Leaf>(rows, **out.get<xla::ffi::AnyBuffer>(to), rows);
 }
 
 // Leaf i of row_dots: operands i and i + count.

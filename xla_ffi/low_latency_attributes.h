@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
 
 namespace jax_ep {
 
@@ -18,22 +19,14 @@ struct LowLatencyAttributes {
   int64_t num_leaves;  // that dispatch moves
 
   static xla::ffi::ErrorOr<LowLatencyAttributes> Read(
-      xla::ffi::Dictionary from) {
-    LowLatencyAttributes to = {};
-    const auto read = [&](const char* name, int64_t& value) {
-      const auto found = from.get<int64_t>(name);
-      if (found.has_value()) value = *found;
-      return found.has_value();
-    };
-    if (read("num_experts", to.num_experts) &&
-        read("max_tokens", to.max_tokens) && read("by_expert", to.by_expert) &&
-        read("weighted", to.weighted) && read("quantize", to.quantize) &&
-        read("num_leaves", to.num_leaves)) {
-      return to;
-    }
-    return xla::ffi::Unexpected(
-        xla::ffi::Error(xla::ffi::ErrorCode::kInvalidArgument,
-                        "jax_ep: a low-latency call lacks an attribute"));
+      const xla::ffi::Dictionary& from) {
+    const auto found = Integers(from, {"num_experts", "max_tokens", "by_expert",
+                                       "weighted", "quantize", "num_leaves"});
+    if (found.has_error()) return xla::ffi::Unexpected(found.error());
+    const auto [num_experts, max_tokens, by_expert, weighted, quantize,
+                num_leaves] = *found;
+    return LowLatencyAttributes{num_experts, max_tokens, by_expert,
+                                weighted,    quantize,   num_leaves};
   }
 };
 

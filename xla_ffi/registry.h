@@ -13,18 +13,9 @@
 #include <utility>
 
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
 
 namespace jax_ep {
-
-// What an unknown id means to the user.
-inline std::string UnknownCommunicator(int64_t id, const char* platform) {
-  return "jax_ep: communicator " + std::to_string(id) +
-         " is closed or was not set up for platform " + platform +
-         "; an executable has to be compiled while its communicator is open. "
-         "Where there is a new communicator, an old trace holds the closed "
-         "one: "
-         "make the jitted function anew, or call jax.clear_caches()";
-}
 
 template <typename Communicator>
 class Registry {
@@ -49,11 +40,17 @@ class Registry {
     communicators_.erase(found);
   }
 
-  // nullptr where there is none.
-  std::shared_ptr<Communicator> Find(int64_t id) {
+  xla::ffi::ErrorOr<std::shared_ptr<Communicator>> Find(int64_t id,
+                                                        const char* platform) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = communicators_.find(id);
-    return found == communicators_.end() ? nullptr : found->second;
+    if (found != communicators_.end()) return found->second;
+    return xla::ffi::Unexpected(FailedPrecondition(
+        "jax_ep: communicator " + std::to_string(id) +
+        " is closed or was not set up for platform " + platform +
+        "; an executable has to be compiled while its communicator is open. "
+        "Where there is a new communicator, an old trace holds the closed one: "
+        "make the jitted function anew, or call jax.clear_caches()"));
   }
 
  private:
@@ -70,19 +67,15 @@ struct SiteAttributes {
 
 template <typename Communicator>
 xla::ffi::ErrorOr<SiteAttributes<Communicator>> ReadSite(
-    xla::ffi::Dictionary attributes, const char* platform) {
-  const auto comm = attributes.get<int64_t>("comm");
-  const auto channel = attributes.get<int64_t>("channel");
-  if (comm.has_error()) return xla::ffi::Unexpected(comm.error());
-  if (channel.has_error()) return xla::ffi::Unexpected(channel.error());
-  std::shared_ptr<Communicator> communicator =
-      Registry<Communicator>::Get().Find(*comm);
-  if (communicator == nullptr) {
-    return xla::ffi::Unexpected(
-        xla::ffi::Error(xla::ffi::ErrorCode::kFailedPrecondition,
-                        UnknownCommunicator(*comm, platform)));
+    const xla::ffi::Dictionary& attributes, const char* platform) {
+  const auto numbers = Integers(attributes, {"comm", "channel"});
+  if (numbers.has_error()) return xla::ffi::Unexpected(numbers.error());
+  const auto [id, channel] = *numbers;
+  auto communicator = Registry<Communicator>::Get().Find(id, platform);
+  if (communicator.has_error()) {
+    return xla::ffi::Unexpected(communicator.error());
   }
-  return SiteAttributes<Communicator>{std::move(communicator), *channel};
+  return SiteAttributes<Communicator>{*std::move(communicator), channel};
 }
 
 }  // namespace jax_ep

@@ -15,22 +15,6 @@ constexpr int kTurn = 8;
 constexpr int kLooks = 20;
 constexpr size_t kMaxGivenUp = 4096;
 
-const char* OpName(Op op) {
-  switch (op) {
-    case Op::kPlan:
-      return "plan";
-    case Op::kDispatch:
-      return "dispatch";
-    case Op::kCombine:
-      return "combine";
-    case Op::kLowLatencyDispatch:
-      return "low_latency_dispatch";
-    case Op::kLowLatencyCombine:
-      return "low_latency_combine";
-  }
-  return "unknown operation";
-}
-
 }  // namespace
 
 std::string Describe(const CallShape& shape) {
@@ -47,7 +31,7 @@ std::string Describe(const CallShape& shape) {
   for (int i = 0; i < num_leaves; ++i) {
     rows += (i == 0 ? "" : " + ") + std::to_string(shape.row_bytes[i]);
   }
-  rows = std::string(OpName(shape.op)) + " of rows of " + rows +
+  rows = std::string(NameOf(shape.op)) + " of rows of " + rows +
          " bytes, T = " + size(0);
   if (low_latency) {
     return rows + ", K = " + size(1) + ", max_tokens = " + size(2) +
@@ -102,7 +86,7 @@ std::string Peers::WaitsIn(int process, const CallKey& key) {
     const auto& [who, where] = place;
     if (who != process || where.group != key.group || where.share != 0) return;
     if (++number > kMaxNamed) return;
-    calls += (calls.empty() ? "" : ", ") + std::string(OpName(shape.op)) +
+    calls += (calls.empty() ? "" : ", ") + std::string(NameOf(shape.op)) +
              " (channel " + std::to_string(where.channel) + ")";
     if (where.run != key.run) calls += " of another run or program";
   };

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cc/element.h"
+#include "cc/plan_results.h"
 
 namespace jax_ep::cpu {
 
@@ -26,20 +27,11 @@ struct PlanSizes {
 };
 
 // One rank's buffers of a plan.
-struct PlanBuffers {
+struct PlanBuffers : PlanResults {
   // Whether the rank is in this process. recv_counts is never empty.
   bool here() const { return recv_counts != nullptr; }
 
   const int32_t* topk_idx;  // [T, K]
-  int32_t* routes;          // [T, min(K, R), 2]
-  int32_t* num_recv;        // []
-  int32_t* num_demand;      // []
-  bool* overflow;           // []
-  int32_t* recv_counts;     // [R]
-  int32_t* recv_topk_idx;   // [C, K]
-  int32_t* recv_src;        // [C]
-  int32_t* expert_counts;   // [L]
-  int32_t* group_sizes;     // [L]
 };
 
 void Plan(const PlanSizes& sizes, const std::vector<PlanBuffers>& ranks);

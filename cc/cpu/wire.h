@@ -47,6 +47,22 @@ enum class Op : int32_t {
   kLowLatencyDispatch,
   kLowLatencyCombine,
 };
+// `op` may come from a peer.
+constexpr const char* NameOf(Op op) {
+  switch (op) {
+    case Op::kPlan:
+      return "plan";
+    case Op::kDispatch:
+      return "dispatch";
+    case Op::kCombine:
+      return "combine";
+    case Op::kLowLatencyDispatch:
+      return "low_latency_dispatch";
+    case Op::kLowLatencyCombine:
+      return "low_latency_combine";
+  }
+  return "unknown operation";
+}
 
 // What all ranks have to agree on.
 struct CallShape {

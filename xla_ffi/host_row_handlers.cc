@@ -1,15 +1,21 @@
-#include "xla_ffi/host_handlers.h"
-
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cc/cpu/ops.h"
+#include "cc/cpu/wire.h"
 #include "cc/layout.h"
-#include "xla_ffi/element.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/handlers.h"
 #include "xla_ffi/host_calls.h"
+#include "xla_ffi/leaves.h"
 
 namespace jax_ep {
 
@@ -32,14 +38,7 @@ std::vector<cpu::Leaf> Leaves(const ffi::RemainingArgs& in,
     const ffi::AnyBuffer from = *in.get<ffi::AnyBuffer>(i);
     const ffi::AnyBuffer to = **out.get<ffi::AnyBuffer>(i);
     // The capacity is never 0, the number of tokens may be.
-    const ffi::AnyBuffer& rows = capacity_is_out ? to : from;
-    leaves.push_back({
-        .in = static_cast<const std::byte*>(from.untyped_data()),
-        .out = static_cast<std::byte*>(to.untyped_data()),
-        .row_bytes =
-            static_cast<int64_t>(rows.size_bytes()) / rows.dimensions()[0],
-        .element = ElementOf(from.element_type()),
-    });
+    leaves.push_back(LeafOf<cpu::Leaf>(from, to, capacity_is_out ? to : from));
   }
   return leaves;
 }
@@ -170,7 +169,7 @@ void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
 }
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                     ffi::ThreadPool threads, Position position,
+                     Position position, ffi::ThreadPool threads,
                      ffi::BufferR3<ffi::S32> routes,
                      ffi::BufferR0<ffi::S32> num_recv,
                      ffi::BufferR1<ffi::S32> /*recv_src*/,
@@ -195,7 +194,7 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 }
 
 ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
-                    ffi::ThreadPool threads, Position position,
+                    Position position, ffi::ThreadPool threads,
                     ffi::BufferR3<ffi::S32> routes,
                     ffi::BufferR0<ffi::S32> /*num_recv*/,
                     ffi::BufferR1<ffi::S32> /*recv_src*/, ffi::RemainingArgs in,
@@ -229,12 +228,8 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
 
 // What dispatch and combine bind: the position, the routing, then the leaves.
 auto BindRows() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::State<HostCallSite>>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::DeviceOrdinal>()
+  return BindCall()
       .Ctx<ffi::ThreadPool>()
-      .Arg<Position>()
       .Arg<ffi::BufferR3<ffi::S32>>()  // routes
       .Arg<ffi::BufferR0<ffi::S32>>()  // num_recv
       .Arg<ffi::BufferR1<ffi::S32>>()  // recv_src
@@ -242,22 +237,13 @@ auto BindRows() {
       .RemainingRets();
 }
 
+const HandlerRegistration dispatch(
+    "jax_ep_dispatch", Execute<Dispatch, BindRows>,
+    Instantiate<MakeCallSiteOf<cpu::Op::kDispatch>>);
+const HandlerRegistration combine(
+    "jax_ep_combine", Execute<Combine, BindRows>,
+    Instantiate<MakeCallSiteOf<cpu::Op::kCombine>>);
+
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpDispatchInstantiate,
-    [](ffi::Dictionary attributes) {
-      return InstantiateHostCall("dispatch", attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EpCombineInstantiate,
-    [](ffi::Dictionary attributes) {
-      return InstantiateHostCall("combine", attributes);
-    },
-    ffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpDispatch, Dispatch, BindRows());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EpCombine, Combine, BindRows());
 
 }  // namespace jax_ep

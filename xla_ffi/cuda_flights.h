@@ -1,17 +1,6 @@
-// FFI handlers of operations in two halves, on GPUs.
-//
-// A start launches the operation's kernel on a stream of the communicator's
-// own, behind all that XLA has enqueued so far; a done makes XLA's stream wait
-// for the kernel. In between the kernel works on XLA's buffers beside XLA's own
-// kernels. XLA keeps the buffers alive because the done has them all as
-// operands, and the rows stay where they arrive because the done's results are
-// aliased to the start's. A done checks both: it knows its start by the
-// addresses, and where XLA has copied a buffer it finds none and fails.
-//
-// Not for command buffers: XLA captures one handler at a time into a graph, and
-// a fork that is not joined in the same capture cannot be captured.
-#ifndef JAX_EP_XLA_FFI_CUDA_FLIGHT_HANDLERS_H_
-#define JAX_EP_XLA_FFI_CUDA_FLIGHT_HANDLERS_H_
+// Rows on their way between the two halves of an operation, on GPUs.
+#ifndef JAX_EP_XLA_FFI_CUDA_FLIGHTS_H_
+#define JAX_EP_XLA_FFI_CUDA_FLIGHTS_H_
 
 #include <cuda_runtime_api.h>
 
@@ -22,8 +11,7 @@
 #include <vector>
 
 #include "cc/ops.h"
-#include "xla/ffi/api/ffi.h"
-#include "xla_ffi/cuda_handlers.h"
+#include "xla_ffi/cuda_calls.h"
 
 namespace jax_ep {
 
@@ -72,40 +60,9 @@ class CudaFlights {
   cudaError_t status_ = cudaSuccess;
 };
 
-// State of a start's call site.
-struct CudaStartSite {
-  static xla::ffi::TypeId id;
-
-  explicit CudaStartSite(CudaCallSite call_site);
-  CudaStartSite(const CudaStartSite&) = delete;
-  CudaStartSite& operator=(const CudaStartSite&) = delete;
-  ~CudaStartSite();
-
-  CudaCallSite site;
-  std::shared_ptr<CudaFlights> flights;
-  std::map<int32_t, CudaFlight> by_device;
-  cudaError_t status = cudaSuccess;
-};
-
-// State of a done's call site.
-struct CudaDoneSite {
-  static xla::ffi::TypeId id;
-
-  std::shared_ptr<CudaCommunicator> communicator;
-  std::shared_ptr<CudaFlights> flights;
-  uint32_t channel;
-};
-
-extern const XLA_FFI_TypeInfo kCudaStartSiteInfo;
-extern const XLA_FFI_TypeInfo kCudaDoneSiteInfo;
-
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpStartInstantiate);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDoneInstantiate);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatchStart);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpDispatchDone);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpCombineStart);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(EpCombineDone);
+// The communicator's flights, made by the first that asks.
+std::shared_ptr<CudaFlights> FlightsOf(CudaCommunicator& communicator);
 
 }  // namespace jax_ep
 
-#endif  // JAX_EP_XLA_FFI_CUDA_FLIGHT_HANDLERS_H_
+#endif  // JAX_EP_XLA_FFI_CUDA_FLIGHTS_H_
