@@ -26,10 +26,10 @@ def test_targets_are_those_that_the_module_registers(backend, module):
 
 def test_transposes_go_both_ways():
     """And the one that adds rows is the one that says so."""
-    pairs = [op for op in operation.TABLE.values() if op.transpose]
+    pairs = [(op, op.transpose) for op in operation.TABLE.values() if op.transpose]
     assert len(pairs) == 6
-    for op in pairs:
-        other = operation.TABLE[op.transpose]
+    for op, transpose in pairs:
+        other = operation.TABLE[transpose]
         assert other.transpose == op.name
         assert other.routing == op.routing
         assert (op.summed_by is None) != (other.summed_by is None)

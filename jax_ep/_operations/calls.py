@@ -72,9 +72,7 @@ def _ids(devices: np.ndarray) -> list:
     return np.vectorize(lambda device: device.id)(devices).tolist()
 
 
-def position(
-    ctx: Any, comm: Ranks, lower_fun: Callable[..., Any]
-) -> tuple[Any, Any]:
+def position(ctx: Any, comm: Ranks, lower_fun: Callable[..., Any]) -> tuple[Any, Any]:
     """This device's position on the program's mesh, u32[], and its abstract value.
 
     Every axis of more than one device is manual (checks.py saw to that). Where they
