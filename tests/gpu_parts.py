@@ -44,8 +44,10 @@ class Part:
 
 
 def plan() -> list[Part]:
-    """All parts; those that take longest first."""
-    return [*_ranks(), *_processes(), *_files()]
+    """All parts; those first that take longest, or most of the machine."""
+    longest, *files = _files()
+    ranks = sorted(_ranks(), key=lambda part: -part.processes)
+    return [longest, *ranks, *_processes(), *files]
 
 
 def _tests(name: str, file: str, tests: Sequence[str], processes: int) -> Part:
