@@ -89,6 +89,13 @@ def test_every_label_names_a_target(package):
     assert not unknown, f"{package.name}/BUILD.bazel: no such target: {unknown}"
 
 
+def test_tests_with_options_exist():
+    named = {s for s in _strings(TREES[ROOT / "tests"]) if re.fullmatch(r"\w+_test", s)}
+    assert len(named) > 20
+    gone = sorted(n for n in named if not (ROOT / f"tests/{n}.py").exists())
+    assert not gone, f"tests/BUILD.bazel: no such test: {gone}"
+
+
 def test_one_version_everywhere():
     pyproject = (ROOT / "pyproject.toml").read_text()
     (version,) = re.findall(r'^version = "(.*)"$', pyproject, re.MULTILINE)
