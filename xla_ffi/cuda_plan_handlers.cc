@@ -61,7 +61,7 @@ ffi::Error Plan(CudaCallSite* site, int32_t ordinal, cudaStream_t stream,
                 ffi::Dictionary attributes) {
   const ffi::ErrorOr<Operation> op = OperationOn(*site, ordinal, position);
   if (op.has_error()) return op.error();
-  const ffi::ErrorOr<PlanResults> results = ReadPlanResults(out);
+  const ffi::ErrorOr<PlanResults> results = ReadPlanResults(out, 1);
   if (results.has_error()) return results.error();
   ffi::ErrorOr<PlanParams> params =
       PlanOf(*op, topk_idx, *results, out, kNumPlanResults, attributes);
@@ -84,10 +84,8 @@ ffi::Error PlanDispatch(CudaCallSite* site, int32_t ordinal,
                         cudaStream_t stream, Position position,
                         TopkIdx topk_idx, ffi::RemainingArgs in,
                         ffi::RemainingRets out, ffi::Dictionary attributes) {
-  if (in.size() < 1 || out.size() != kNumPlanResults + in.size() + 1) {
-    return Invalid("jax_ep plan_dispatch: as many leaves must come as go");
-  }
-  const ffi::ErrorOr<PlanResults> results = ReadPlanResults(out);
+  if (in.size() < 1) return Invalid("jax_ep plan_dispatch: no leaf came");
+  const ffi::ErrorOr<PlanResults> results = ReadPlanResults(out, in.size() + 1);
   if (results.has_error()) return results.error();
   const ffi::AnyBuffer routes = **out.get<ffi::AnyBuffer>(0);
   const ffi::ErrorOr<RowParams> rows =

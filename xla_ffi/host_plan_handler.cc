@@ -67,7 +67,7 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   const auto numbers =
       Integers(attributes, {"num_experts", "expert_alignment"});
   if (numbers.has_error()) return Failed(numbers.error().message());
-  const auto results = ReadPlanResults(out);
+  const auto results = ReadPlanResults(out, 1);
   if (results.has_error()) return Failed(results.error().message());
   const cpu::PlanSizes sizes = {
       .num_ranks = site->communicator->num_ranks,

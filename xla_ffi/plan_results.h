@@ -7,6 +7,7 @@
 
 #include "cc/plan_results.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/attributes.h"
 
 namespace jax_ep {
 
@@ -22,9 +23,14 @@ xla::ffi::Error ReadResult(const xla::ffi::RemainingRets& from, size_t index,
   return xla::ffi::Error::Success();
 }
 
+// `behind`: how many results stand behind those of the plan.
 inline xla::ffi::ErrorOr<PlanResults> ReadPlanResults(
-    const xla::ffi::RemainingRets& from) {
+    const xla::ffi::RemainingRets& from, size_t behind) {
   namespace ffi = xla::ffi;
+  if (from.size() != kNumPlanResults + behind) {
+    return ffi::Unexpected(
+        Invalid("jax_ep plan: as many results must come as a plan has"));
+  }
   PlanResults to;
   const ffi::Error errors[kNumPlanResults] = {
       ReadResult<ffi::S32, 3>(from, 0, to.routes),
