@@ -13,8 +13,8 @@ from processes import run_script
 
 HERE = pathlib.Path(__file__).resolve().parent
 FILES = (
-    *("plan", "dispatch", "plan_dispatch", "combine", "permute", "dispatch_permute"),
-    "moe",
+    *("every_case", "plan_dispatch", "permute", "dispatch_permute", "moe"),
+    "replicated",
 )
 
 
