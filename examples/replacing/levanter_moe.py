@@ -98,11 +98,12 @@ def main():
     ids = jax.random.randint(jax.random.key(5), (tokens, 3), 0, experts_in_all)
     split = NamedSharding(mesh, P("expert")), NamedSharding(mesh, P(("data", "expert")))
     args = [jax.device_put(a, split[i < 2]) for i, a in enumerate(args)]
-    ids = jax.device_put(ids, split[1])
+    ids, valid = jax.device_put((ids, jnp.arange(tokens) % 5 > 0), split[1])
 
     def run(function):
         def layer(x, weights, w_up_gate, w_down):
             options = {"capacity_factor": 0.9, "report_capacity_overflow": True}
+            options |= {"token_valid": valid}
             return function(x, ids, weights, w_up_gate, w_down, **options)
 
         return layer
