@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +25,34 @@ def layer(x, experts, node_size):
 
     specs = P(("b", "a", "c")), P(("a", "c"))
     return jax.shard_map(body, in_specs=specs, out_specs=specs[0])(x, experts)
+
+
+def check_sharded(mesh, comm, x, scale, expected):
+    """Drops of the order of sources, and replicated tokens: expert e is scale[e]."""
+    split = P(("b", "a", "c"))
+    ids, ones = np.arange(64, dtype=np.int32)[:, None] % 4, np.ones((64, 1), np.float32)
+
+    def run(spec, **options):
+        layer = functools.partial(jax_ep.sharded_moe, comm=comm, num_experts=4)
+        layer = functools.partial(layer, token_spec=spec, **options)
+        args = [put(mesh, a, spec) for a in (x, ids, ones)]
+        scales = put(mesh, scale, P(("a", "c")))
+        return jax.jit(lambda *a: layer(*a, lambda p, rows, _: p * rows))(*args, scales)
+
+    # Each of two groups has 32 tokens, 8 an expert: 3 of the first source stay.
+    y, stats = run(split, expert_limit=3, drop_order="source")
+    assert int(stats.dropped_pairs) == 2 * 4 * 5
+    kept = 0
+    for shard in y.addressable_shards:
+        rows = np.asarray(shard.data)
+        here = rows.any(1)
+        kept += here.sum()
+        np.testing.assert_array_equal(rows[here], expected[shard.index][here])
+    total = multihost_utils.process_allgather(np.int32(kept)).sum()
+    assert total == 2 * 4 * 3, total
+    y, _ = run(P("b"), tokens="replicated")
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
 def put(mesh, array, spec):
@@ -44,6 +74,7 @@ def main(node_size):
                 np.testing.assert_array_equal(shard.data, expected[shard.index])
             comm = jax_ep.communicator(("a", "c"), backend="cpu", node_size=node_size)
             assert comm.num_nodes == 4 // node_size
+            check_sharded(mesh, comm, x, scale, expected)
             # All together; then both trace and make one again.
             comm.close()
 
