@@ -160,11 +160,16 @@ def sharded_moe(
 
 
 def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
-    """Of this rank's choices, summed over `axes`, those that split tokens."""
-    chosen = jax.lax.psum(_counts(topk_idx, plan.num_experts), axes)
+    """Of this rank's choices, summed over `axes`, those that split tokens.
+
+    In one sum: XLA may run two at a time, in another order in each process.
+    """
+    chosen = _counts(topk_idx, plan.num_experts)
     ranks = tuple(a for a in named_axes(plan.comm.axis_name) if a not in axes)
-    dropped = jax.lax.psum(plan.dropped_pairs, (*axes, *ranks))
-    return MoeStats(chosen, dropped, dropped > 0)
+    copies = math.prod(plan.comm.mesh.shape[a] for a in ranks)
+    totals = jnp.concatenate([chosen, plan.dropped_pairs[None]])
+    totals = jax.lax.psum(totals, (*axes, *ranks))
+    return MoeStats(totals[:-1] // copies, totals[-1], totals[-1] > 0)
 
 
 def _counts(ids: jax.Array, length: int) -> jax.Array:

@@ -45,8 +45,13 @@ def varying(x: Any) -> frozenset[str]:
 
 def rank_axes(comm: Ranks) -> frozenset[str]:
     """The communicator's axes that are manual here: one of size 1 need not be."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return frozenset(named_axes(comm.axis_name)) & frozenset(mesh.manual_axes)
+    return frozenset(summed_axes(comm))
+
+
+def summed_axes(comm: Ranks) -> tuple[str, ...]:
+    """The same in the communicator's order, for sums: HLO is equal in all processes."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in named_axes(comm.axis_name) if axis in manual)
 
 
 def make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

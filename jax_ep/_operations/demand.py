@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import experts
-from jax_ep._operations.arrays import make_varying, rank_axes, varying
+from jax_ep._operations.arrays import make_varying, rank_axes, summed_axes, varying
 
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
@@ -48,8 +48,8 @@ def pairs_of_group(
     pairs = ((ids >= 0) & (ids < num_experts)).sum(dtype=jnp.int32)
     if tokens == "replicated":
         return pairs
-    axes = rank_axes(comm)
-    return lax.psum(make_varying(pairs, varying(ids) | axes), tuple(axes))
+    pairs = make_varying(pairs, varying(ids) | rank_axes(comm))
+    return lax.psum(pairs, summed_axes(comm))
 
 
 def keep(plan: Plan, limit: int | jax.Array, by_source: bool) -> Plan:

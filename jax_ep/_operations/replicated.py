@@ -20,6 +20,7 @@ from jax_ep._operations.arrays import (
     make_varying,
     rank_axes,
     sum_dtype,
+    summed_axes,
     varying,
 )
 
@@ -102,7 +103,7 @@ def dispatch(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
 def combine(leaves: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Leaves [C, ...] -> [T, ...], summed over ranks in the wide dtype."""
-    axes = tuple(rank_axes(plan.comm))
+    axes = summed_axes(plan.comm)
     results = []
     for part, leaf in zip(parts(leaves, plan), leaves, strict=True):
         if part.size == 0:
