@@ -199,6 +199,26 @@ def test_limit(backend, order, how):
     assert int(stats.dropped_pairs) == (real & ~used).sum()
 
 
+@pytest.mark.parametrize("limit", [11, np.int64(11), np.array(11)], ids=repr)
+def test_sizes_follow_from_a_limit_that_is_an_integer(limit):
+    comm = layers.communicator(layers.mesh({"ep": 4}), "ep", "xla")
+    ids, x, weights, experts, _ = inputs(4)
+    heights = []
+
+    def seen(params, rows, group_sizes):
+        heights.append(len(rows))
+        return expert_fn(params, rows, group_sizes)
+
+    jax_ep.sharded_moe(
+        *(x, ids, weights, experts, seen),
+        comm=comm,
+        num_experts=EXPERTS,
+        expert_limit=limit,
+        expert_alignment=1,
+    )
+    assert set(heights) == {11}
+
+
 def first_pairs(ids, most, order):
     """bool[R * T, K]: what each of two ranks keeps of the pairs of both."""
     used = np.zeros(ids.shape, bool)

@@ -23,6 +23,7 @@ from jax_ep._api.planning import as_int32, make_plan
 from jax_ep._data import checks
 from jax_ep._data.plan import Plan
 from jax_ep._data.ranks import named_axes
+from jax_ep._operations.arrays import id_counts
 from jax_ep._setup.communicator import Communicator
 from jax_ep._setup.context import communicator
 
@@ -125,11 +126,12 @@ def sharded_moe(
     _check_tokens(x, topk_weights, valid, shape)
     if param_specs is None:
         param_specs = _experts_first(params, comm, num_experts)
-    # Arrays enter shard_map as operands.
     limit = options.expert_limit
-    limit = limit if hasattr(limit, "dtype") else ()
+    # Arrays enter shard_map as operands; from an integer sizes follow.
+    traced = checks.as_integer(limit) is None and hasattr(limit, "dtype")
+    limits = {"expert_limit": limit} if traced else {}
 
-    def on_rank(tokens_of_rank, params, limit):
+    def on_rank(tokens_of_rank, params, limits):
         shape = tokens_of_rank[-1].shape
         count = math.prod(shape)
         x, topk_idx, topk_weights, valid = jax.tree.map(
@@ -138,18 +140,14 @@ def sharded_moe(
         if jnp.issubdtype(topk_idx.dtype, jnp.integer):  # else make_plan complains
             topk_idx = as_int32(topk_idx, num_experts)
             topk_idx = jnp.where(valid[:, None], topk_idx, -1)
-        here = (
-            options
-            if isinstance(limit, tuple)
-            else replace(options, expert_limit=limit)
-        )
+        here = replace(options, **limits)
         plan = make_plan(topk_idx, comm=comm, num_experts=num_experts, options=here)
         experts = functools.partial(expert_fn, params)
         y = moe_with_plan(x, topk_weights, experts, plan, quantize=quantize)
         y = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), y)
         return y, _stats(topk_idx, plan, _axes(token_spec))
 
-    operands = ((x, topk_idx, topk_weights, valid), params, limit)
+    operands = ((x, topk_idx, topk_weights, valid), params, limits)
     specs = (token_spec, param_specs, PartitionSpec())
     return jax.shard_map(
         on_rank,
@@ -164,18 +162,12 @@ def _stats(topk_idx: jax.Array, plan: Plan, axes: tuple[Any, ...]) -> MoeStats:
 
     In one sum: XLA may run two at a time, in another order in each process.
     """
-    chosen = _counts(topk_idx, plan.num_experts)
+    chosen = id_counts(topk_idx, plan.num_experts)
     ranks = tuple(a for a in named_axes(plan.comm.axis_name) if a not in axes)
     copies = math.prod(plan.comm.mesh.shape[a] for a in ranks)
     totals = jnp.concatenate([chosen, plan.dropped_pairs[None]])
     totals = jax.lax.psum(totals, (*axes, *ranks))
     return MoeStats(totals[:-1] // copies, totals[-1], totals[-1] > 0)
-
-
-def _counts(ids: jax.Array, length: int) -> jax.Array:
-    """i32[length]: how often each of 0 .. length - 1 stands in ids [N, K]."""
-    hits = jax.nn.one_hot(ids, length, dtype=jnp.int32)
-    return hits.sum((0, 1), dtype=jnp.int32)
 
 
 def _axes(spec: Any) -> tuple[Any, ...]:

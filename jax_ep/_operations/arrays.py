@@ -62,6 +62,12 @@ def make_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying")
 
 
+def id_counts(ids: jax.Array, length: int) -> jax.Array:
+    """i32[length]: how often each of 0 .. length - 1 stands in ids of any shape."""
+    ids = jnp.where((ids >= 0) & (ids < length), ids, length).ravel()
+    return jnp.zeros((length,), jnp.int32).at[ids].add(1, mode="drop")
+
+
 def has_elements(leaf: jax.Array) -> bool:
     """Whether a row of this leaf holds anything."""
     return math.prod(leaf.shape[1:]) > 0

@@ -16,7 +16,13 @@ from jax import lax
 
 from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import experts
-from jax_ep._operations.arrays import make_varying, rank_axes, summed_axes, varying
+from jax_ep._operations.arrays import (
+    id_counts,
+    make_varying,
+    rank_axes,
+    summed_axes,
+    varying,
+)
 
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
@@ -29,12 +35,7 @@ def demand_counts(ids: jax.Array, comm: Ranks, num_experts: int) -> jax.Array:
     One reduce-scatter of a number for each expert.
     """
     experts = comm.num_ranks * -(-num_experts // comm.num_ranks)
-    valid = (ids >= 0) & (ids < num_experts)
-    counts = (
-        jnp.zeros((experts,), jnp.int32)
-        .at[jnp.where(valid, ids, experts).ravel()]
-        .add(1, mode="drop")
-    )
+    counts = id_counts(jnp.where(ids < num_experts, ids, -1), experts)
     counts = make_varying(counts, varying(ids) | rank_axes(comm))
     return lax.psum_scatter(
         counts, collective_axes(comm), scatter_dimension=0, tiled=True

@@ -237,7 +237,7 @@ def tie_lowering(op: Operation, ctx, *operands, num_signals):
 def start_jvp(op: Operation, primals, tangents, **params):
     outputs = bind(op.name, *primals, **params)
     routing, leaves = primals[:_NUM_ROUTING], tangents[_NUM_ROUTING:]
-    live = [i for i, t in enumerate(leaves) if not is_zero(t)]
+    live = operation.live_ones(leaves)
     result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = bind(op.name, *routing, *(leaves[i] for i in live), **params)
@@ -254,7 +254,7 @@ def start_transposed(op: Operation, cotangents, *operands, **params):
     arriving, departing = cotangents[:count], cotangents[count:-1]
     # Where only the departing rows were used, they were themselves.
     result = list(departing)
-    live = [i for i, ct in enumerate(arriving) if not is_zero(ct)]
+    live = operation.live_ones(arriving)
     if live:
         moved = bind(
             _other(op, "done"),
@@ -280,7 +280,7 @@ def done_jvp(op: Operation, primals, tangents, **params):
     count = len(outputs)
     arriving = tangents[_NUM_ROUTING : _NUM_ROUTING + count]
     departing = tangents[_NUM_ROUTING + count : -1]
-    live = [i for i in range(count) if not is_zero(arriving[i])]
+    live = operation.live_ones(arriving)
     result: list[Any] = [zero_tangent(out) for out in outputs]
     if live:
         moved = bind(
@@ -299,7 +299,7 @@ def done_jvp(op: Operation, primals, tangents, **params):
 def done_transposed(op: Operation, cotangents, *operands, **params):
     count = len(cotangents)
     result = operation.zeros_of_linear(operands)
-    live = [i for i, ct in enumerate(cotangents) if not is_zero(ct)]
+    live = operation.live_ones(cotangents)
     if live:
         if op.summed_by is not None:
             for i in live:

@@ -126,12 +126,6 @@ def combine_results(topk_idx, *rest, weighted, **_):
     return [_shaped(y, (topk_idx.shape[0], y.shape[-1]))]
 
 
-def has_tokens(avals, params) -> bool:
-    """Where no rank has a token there is nothing to ask."""
-    del params
-    return avals[0].shape[0] > 0
-
-
 def attributes(avals, params) -> dict[str, int]:
     del avals
     buffer = params["buffer"]

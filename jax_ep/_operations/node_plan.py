@@ -28,7 +28,7 @@ from jax import lax
 from jax_ep._data.plan import Crossing
 from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import node_exchanges, xla_backend
-from jax_ep._operations.arrays import make_varying, rank_axes, varying
+from jax_ep._operations.arrays import id_counts, make_varying, rank_axes, varying
 from jax_ep._operations.operation import bind
 
 if TYPE_CHECKING:
@@ -66,11 +66,7 @@ def plan(
 
     found = _Arrivals(rows, local_experts, node, local, layout, capacity)
     num_demand = found.counts.sum(dtype=jnp.int32)
-    expert_counts = (
-        jnp.zeros((local_experts,), jnp.int32)
-        .at[jnp.where(found.topk_idx >= 0, found.topk_idx, local_experts)]
-        .add(1, mode="drop")
-    )
+    expert_counts = id_counts(found.topk_idx, local_experts)
     fields = {
         "_routes": found.routes(min(top_k, comm.node_size)),
         "num_recv": jnp.minimum(num_demand, capacity),

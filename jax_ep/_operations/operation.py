@@ -343,9 +343,25 @@ def _one_more(a: jax.Array, dim: int) -> list[tuple[int, int, int]]:
     return [(0, int(axis == dim), 0) for axis in range(a.ndim)]
 
 
+def _batch_size(args, dims) -> int:
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _element(i: int, args, dims) -> list[jax.Array]:
+    """Operands of one element of the batch."""
+    return [
+        a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
+        for a, d in zip(args, dims, strict=True)
+    ]
+
+
+def _stacked(elements) -> tuple[list[jax.Array], list[int]]:
+    return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
+
+
 def each_element(op: Operation, args, dims, **params):
     """One call for each element, because its routing differs."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    size = _batch_size(args, dims)
     if size == 0:
         # Nothing to send; one blank element shows what the results look like.
         args = [
@@ -354,31 +370,17 @@ def each_element(op: Operation, args, dims, **params):
         ]
         outputs, out_dims = each_element(op, args, dims, **params)
         return [out[:0] for out in outputs], out_dims
-    elements = [
-        bind(
-            op.name,
-            *(
-                a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
-                for a, d in zip(args, dims, strict=True)
-            ),
-            **params,
-        )
-        for i in range(size)
-    ]
-    return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
+    return _stacked(
+        [bind(op.name, *_element(i, args, dims), **params) for i in range(size)]
+    )
 
 
 def one_after_another(op: Operation, args, dims, **params):
     """One call for each element, after the one before it: they share memory."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     elements: list[Any] = []
-    for i in range(size):
-        operands = [
-            a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
-            for a, d in zip(args, dims, strict=True)
-        ]
+    for i in range(_batch_size(args, dims)):
         after = elements[-1][:1] if elements else []
-        elements.append(bind(op.name, *operands, *after, **params))
+        elements.append(bind(op.name, *_element(i, args, dims), *after, **params))
     if not elements:
         avals = [
             jax.core.ShapedArray(
@@ -390,7 +392,7 @@ def one_after_another(op: Operation, args, dims, **params):
         return [jnp.zeros((0, *out.shape), out.dtype) for out in abstract], [0] * len(
             abstract
         )
-    return [jnp.stack(e) for e in zip(*elements, strict=True)], [0] * len(elements[0])
+    return _stacked(elements)
 
 
 def folded(leaf: jax.Array, dim: int | None) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 from jax_ep._data.ranks import collective_axes
 from jax_ep._operations import exchanges, xla_backend
 from jax_ep._operations.arrays import (
+    id_counts,
     make_varying,
     rank_axes,
     sum_dtype,
@@ -56,11 +57,7 @@ def plan(
     here = mine.any(axis=1)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     num_rows = here.sum(dtype=jnp.int32)
-    expert_counts = (
-        jnp.zeros((local_experts,), jnp.int32)
-        .at[jnp.where(mine, local, local_experts).ravel()]
-        .add(1, mode="drop")
-    )
+    expert_counts = id_counts(local, local_experts)
     route = jnp.stack([jnp.broadcast_to(rank, token.shape), token], axis=-1)
     ranks = jnp.arange(comm.num_ranks, dtype=jnp.int32)
     return {

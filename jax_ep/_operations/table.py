@@ -299,7 +299,7 @@ LOW_LATENCY_DISPATCH = Operation(
     native=Native(
         target="jax_ep_low_latency_dispatch",
         backends=NATIVE,
-        fits=low_latency.has_tokens,
+        fits=exchanges.has_tokens,
         owner=lambda params: params["buffer"],
         attributes=low_latency.attributes,
     ),
@@ -314,7 +314,7 @@ LOW_LATENCY_COMBINE = Operation(
     native=Native(
         target="jax_ep_low_latency_combine",
         backends=NATIVE,
-        fits=low_latency.has_tokens,
+        fits=exchanges.has_tokens,
         owner=lambda params: params["buffer"],
         attributes=low_latency.attributes,
     ),

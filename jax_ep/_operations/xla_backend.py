@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep._operations.arrays import sum_dtype
+from jax_ep._operations.arrays import id_counts, sum_dtype
 
 # Axes over which ranks count row-major; none where there is one rank.
 Axes = tuple[str, ...]
@@ -48,11 +48,7 @@ def plan(
     )
     local_idx = jnp.where(owner == rank, ids - rank * local_experts, -1)
     recv_topk_idx = _take_rows(local_idx, recv_src, -1)
-    expert_counts = (
-        jnp.zeros((local_experts,), jnp.int32)
-        .at[jnp.where(recv_topk_idx >= 0, recv_topk_idx, local_experts)]
-        .add(1, mode="drop")
-    )
+    expert_counts = id_counts(recv_topk_idx, local_experts)
     group_sizes = -(-expert_counts // expert_alignment) * expert_alignment
     num_demand = lax.dynamic_index_in_dim(
         sent.sum(axis=0, dtype=jnp.int32), rank, 0, keepdims=False
@@ -230,7 +226,7 @@ def expert_rows(
     """ep_expert_rows: the place of each (row, k) pair, and the empty ranges."""
     expert = recv_topk_idx.ravel()
     expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
-    counts = jnp.zeros((local_experts,), jnp.int32).at[expert].add(1, mode="drop")
+    counts = id_counts(expert, local_experts)
     sizes = -(-counts // expert_alignment) * expert_alignment
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # Sorted by expert, a pair's place is its index plus the pads before it.

@@ -57,7 +57,7 @@ def communicator(
         )
     if mesh is None:
         mesh = _mesh_of_context()
-    request = Request.of(mesh, axis_name, **options)
+    request = Request.of(mesh, axis_name, **(_OPTIONS | options))
     with _lock:
         made = _made.get(request)
         if made is None or made.closed:
@@ -68,8 +68,9 @@ def communicator(
         return made
 
 
+# Those of Communicator, and their defaults.
 _OPTIONS = {
-    name: parameter
+    name: parameter.default
     for name, parameter in inspect.signature(Communicator).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }

@@ -41,13 +41,13 @@ class Request:
         mesh: Any,
         axis_name: Any,
         *,
-        backend: Any = None,
-        num_sms: Any = None,
-        num_channels: Any = None,
-        staging_bytes: Any = 16 << 20,
-        timeout_s: Any = 300.0,
-        setup_timeout_s: Any = 60.0,
-        node_size: Any = None,
+        backend: Any,
+        num_sms: Any,
+        num_channels: Any,
+        staging_bytes: Any,
+        timeout_s: Any,
+        setup_timeout_s: Any,
+        node_size: Any,
     ) -> Self:
         """Checks the arguments of Communicator, which says what they are.
 
