@@ -14,7 +14,11 @@ inline constexpr int kMaxLocalExperts = 2048;
 // How the (row, k) pairs of a rank are cut into chunks, a chunk to a warp.
 // Scratch of expert_rows is counts [chunks][L], in int32 elements.
 struct ExpertRowsChunks {
-  static constexpr int64_t kMinPairs = 256;
+  // With few pairs chunks are short, so that no warp has many to number in
+  // turn; with many they are long, so that there are few counts to add up.
+  static constexpr int64_t kFewPairs = 64;
+  static constexpr int64_t kManyPairs = 256;
+  static constexpr int64_t kFewChunks = 128;
   // Bounds the counts that every block adds up.
   static constexpr int64_t kMaxCounts = 1 << 16;
 
@@ -26,7 +30,9 @@ struct ExpertRowsChunks {
       : pairs(0), chunks(0) {
     const int64_t most =
         kMaxCounts / local_experts > 32 ? kMaxCounts / local_experts : 32;
-    const int64_t wanted = (num_pairs + kMinPairs - 1) / kMinPairs;
+    const int64_t shortest =
+        num_pairs <= kFewChunks * kFewPairs ? kFewPairs : kManyPairs;
+    const int64_t wanted = (num_pairs + shortest - 1) / shortest;
     const int64_t count = wanted < 1 ? 1 : (wanted < most ? wanted : most);
     pairs = ((num_pairs + count - 1) / count + 31) / 32 * 32;
     chunks = pairs == 0 ? 1 : (num_pairs + pairs - 1) / pairs;

@@ -8,6 +8,8 @@
 //         of each expert in each chunk. AssignKernel adds the counts up, every
 //         block for itself, and numbers the pairs of its chunks. No block waits
 //         for another: what has to be known before stands in the first launch.
+//         Where one block has all chunks, AssignKernel counts, too, and is the
+//         only launch.
 // Reads:  params.recv_topk_idx. Writes: expert_rows, empty_ranges, workspace.
 // Order:  the second launch follows the first on its stream.
 #include <cuda_runtime.h>
@@ -36,15 +38,14 @@ __device__ __forceinline__ int32_t ExpertOf(const ExpertRowsParams& params,
   return expert < params.local_experts ? expert : -1;
 }
 
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
-    CountKernel(const __grid_constant__ ExpertRowsParams params) {
-  const int warp = threadIdx.x / kWarpSize;
+// A warp's chunk: how many pairs each expert has, through counts [L] in shared
+// memory.
+__device__ __forceinline__ void CountChunk(const ExpertRowsParams& params,
+                                           const ExpertRowsChunks& split,
+                                           int64_t chunk, int32_t* counts) {
+  if (chunk >= split.chunks) return;
   const int lane = threadIdx.x % kWarpSize;
   const int32_t experts = params.local_experts;
-  const ExpertRowsChunks split(params.num_pairs, experts);
-  const int64_t chunk = int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + warp;
-  if (chunk >= split.chunks) return;
-  int32_t* counts = shared_counters + warp * experts;
   for (int32_t e = lane; e < experts; e += kWarpSize) counts[e] = 0;
   __syncwarp();
   const int64_t end = min((chunk + 1) * split.pairs, params.num_pairs);
@@ -57,6 +58,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   for (int32_t e = lane; e < experts; e += kWarpSize) {
     params.workspace[chunk * experts + e] = counts[e];
   }
+}
+
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
+    CountKernel(const __grid_constant__ ExpertRowsParams params) {
+  const int32_t warp = threadIdx.x / kWarpSize;
+  const int64_t chunk = int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + warp;
+  CountChunk(params, ExpertRowsChunks(params.num_pairs, params.local_experts),
+             chunk, shared_counters + warp * params.local_experts);
 }
 
 struct Assigner {
@@ -98,7 +107,7 @@ __device__ void Assigner::AddUp() const {
     int32_t all = 0, earlier = 0;
 #pragma unroll 8
     for (int64_t chunk = warp; chunk < split.chunks; chunk += warps) {
-      const int32_t count = __ldg(params.workspace + chunk * experts + e);
+      const int32_t count = params.workspace[chunk * experts + e];
       all += count;
       earlier += chunk < first_chunk ? count : 0;
     }
@@ -145,8 +154,9 @@ __device__ void Assigner::PlaceGroups() const {
 __device__ void Assigner::StartChunk() const {
   for (int32_t e = lane; e < experts; e += kWarpSize) {
     int32_t at = total[e] + before[e];
+#pragma unroll 4
     for (int32_t w = 0; w < warp; ++w) {
-      at += __ldg(params.workspace + (first_chunk + w) * experts + e);
+      at += params.workspace[(first_chunk + w) * experts + e];
     }
     next[e] = at;
   }
@@ -176,6 +186,10 @@ __device__ void Assigner::NumberPairs() const {
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
     AssignKernel(const __grid_constant__ ExpertRowsParams params) {
   const Assigner assigner(params);
+  if (gridDim.x == 1) {
+    CountChunk(params, assigner.split, assigner.warp, assigner.next);
+    __syncthreads();
+  }
   assigner.AddUp();
   if (assigner.warp == 0) assigner.PlaceGroups();
   __syncthreads();
@@ -196,7 +210,9 @@ cudaError_t LaunchExpertRows(const ExpertRowsParams& params,
       static_cast<unsigned int>((split.chunks + warps - 1) / warps);
   const auto threads = static_cast<unsigned int>(warps * kWarpSize);
   const size_t bytes = experts * sizeof(int32_t);
-  CountKernel<<<blocks, threads, warps * bytes, stream>>>(params);
+  if (blocks > 1) {
+    CountKernel<<<blocks, threads, warps * bytes, stream>>>(params);
+  }
   AssignKernel<<<blocks, threads, (warps + kBlockCounters) * bytes, stream>>>(
       params);
   return cudaPeekAtLastError();

@@ -326,11 +326,15 @@ def test_what_experts_are_told():
     """The plan's alignment, where expert_fn has a parameter for it."""
     seen = {}
     comm = harness.communicator(harness.BACKENDS[0], 1)
-    best = 128 if harness.ON_GPU else 1
+    few, many = (64, 128) if harness.ON_GPU else (1, 1)
 
     def told(rows, group_sizes, group_alignment):
         seen[len(rows)] = group_alignment
         return rows
+
+    def in_fp8(rows, group_sizes, group_alignment):
+        assert group_alignment == many  # however few rows there are
+        return rows.values.astype(jnp.bfloat16)
 
     def untold(rows, group_sizes, **others):
         assert not others
@@ -343,9 +347,12 @@ def test_what_experts_are_told():
             for options in ({}, {"expert_alignment": 8}, {"expert_capacity": 20})
         ]
         outputs.append(jax_ep.moe(x, ids, weights, untold, **sizes))
-        plan = jax_ep.make_plan(ids, **sizes, expert_alignment=None)
-        assert plan.expert_alignment == best
+        for tokens, best in ((48, few), (49, many)):  # two pairs each, two experts
+            more = jnp.zeros((tokens, 2), jnp.int32)
+            plan = jax_ep.make_plan(more, **sizes, expert_alignment=None)
+            assert plan.expert_alignment == best
         assert jax_ep.make_plan(ids, **sizes).expert_alignment == 1
+        jax_ep.moe(jnp.ones((4, 128)), ids, weights, in_fp8, **sizes, quantize="fp8")
         return outputs
 
     ids = np.zeros((1, 4, 2), np.int32)
@@ -353,8 +360,8 @@ def test_what_experts_are_told():
     found = harness.run(body, comm, ids, x, weights)
     for y in found:
         np.testing.assert_array_equal(y, 2 * x)
-    room = (8 + 2 * (best - 1)) // best * best
-    assert seen == {room: best, 16: 8, 20: 1}
+    room = (8 + 2 * (few - 1)) // few * few
+    assert seen == {room: few, 16: 8, 20: 1}
 
 
 # Bad input -------------------------------------------------------------------

@@ -16,8 +16,9 @@ namespace jax_ep {
 
 inline constexpr int kExpertThreads = 256;
 inline constexpr int kExpertWarps = kExpertThreads / kWarpSize;
-// A part of a row is at least this long: enough loads for a warp in flight.
-inline constexpr int64_t kMinExpertPartBytes = 4096;
+// A part of a row is at least this long: two loads of 16 bytes for every lane.
+// A warp of few rows waits for memory once for every two places, not for more.
+inline constexpr int64_t kMinExpertPartBytes = 1024;
 
 // Blocks and parts of a row.
 struct ExpertGrid {

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._api import fp8_dispatch, ops
 from jax_ep._api.plan_options import PlanKeywords, PlanOptions, plan_options
-from jax_ep._api.planning import make_plan
+from jax_ep._api.planning import check_request
 from jax_ep._data.plan import Plan
 from jax_ep._operations import fp8
 from jax_ep._setup.communicator import Communicator
@@ -89,7 +89,8 @@ def moe(
     and in reverse mode only: cotangents of expert rows travel in bfloat16.
     """
     options = plan_options("moe", options, keywords)
-    plan = make_plan(topk_idx, comm=comm, num_experts=num_experts, options=options)
+    in_fp8 = quantize is not None
+    plan = check_request(topk_idx, comm, num_experts, options, in_fp8=in_fp8).make()
     return moe_with_plan(
         x, topk_weights, expert_fn, plan, unreduced=unreduced, quantize=quantize
     )

@@ -29,6 +29,7 @@ from jax_ep._operations import (
     ragged,
     replicated,
 )
+from jax_ep._operations.arrays import running_sums
 from jax_ep._setup.communicator import Communicator
 
 
@@ -145,7 +146,7 @@ class PlanRequest:
     def _plan(self, arrays, crossing) -> Plan:
         # Dropped by XLA where nobody asks: the plan's kernel knows no expert rows.
         padded, kept = arrays["group_sizes"], arrays["expert_counts"]
-        ends = jnp.cumsum(padded, dtype=jnp.int32)
+        ends = running_sums(padded)
         if self.expert_capacity < self.worst_case:
             fitting = jnp.minimum(ends, self.expert_capacity)
             arrays = arrays | {"group_sizes": jnp.diff(fitting, prepend=0)}
@@ -182,9 +183,17 @@ class PlanRequest:
 
 
 def check_request(
-    topk_idx: jax.Array, comm: Communicator, num_experts: int, options: PlanOptions
+    topk_idx: jax.Array,
+    comm: Communicator,
+    num_experts: int,
+    options: PlanOptions,
+    *,
+    in_fp8: bool = False,
 ) -> PlanRequest:
-    """Checks the arguments of `make_plan` and fills in what follows from others."""
+    """Checks the arguments of `make_plan` and fills in what follows from others.
+
+    in_fp8: products will be in FP8, whose kernels need groups aligned to 128.
+    """
     _check_comm(comm)
     topk_idx = _checked_ids(topk_idx)
     num_tokens, top_k = topk_idx.shape
@@ -202,7 +211,8 @@ def check_request(
         limit = limit(demand.pairs_of_group(ids, comm, num_experts, tokens))
     alignment = options.expert_alignment
     if alignment is None:
-        alignment = _best_alignment(comm, options.expert_capacity, drop_order)
+        busy = math.inf if in_fp8 else num_rows * top_k / num_experts
+        alignment = _best_alignment(comm, options.expert_capacity, drop_order, busy)
     alignment = checks.check_small_integer("make_plan", "expert_alignment", alignment)
     defaults = _defaults(comm, options, most_kept)
     pairs = _balanced_pairs(
@@ -364,13 +374,13 @@ def _limit(
 
 
 def _best_alignment(
-    comm: Communicator, expert_capacity: Any, drop_order: DropOrder
+    comm: Communicator, expert_capacity: Any, drop_order: DropOrder, pairs: float
 ) -> int:
-    """What products want of groups, where S lets them have it."""
+    """What products want of groups of so many pairs, where S lets them have it."""
     checks.check_static("make_plan", "expert_capacity", expert_capacity)
     if drop_order == "source" and expert_capacity is not None:
         return 1  # Pads would take room from pairs.
-    best = ragged.best_alignment(comm.mesh.devices.flat[0].platform)
+    best = ragged.best_alignment(comm.mesh.devices.flat[0].platform, pairs)
     if hasattr(expert_capacity, "__index__") and expert_capacity.__index__() % best:
         return 1
     return best

@@ -68,6 +68,17 @@ def id_counts(ids: jax.Array, length: int) -> jax.Array:
     return jnp.zeros((length,), jnp.int32).at[ids].add(1, mode="drop")
 
 
+def running_sums(sizes: jax.Array) -> jax.Array:
+    """i32[..., G]: the sum of each element of sizes [..., G] and those before it.
+
+    By comparing all with all: one short kernel on GPUs, where jnp.cumsum of so few
+    elements takes 4 us.
+    """
+    index = jnp.arange(sizes.shape[-1])
+    until = index[None, :] <= index[:, None]
+    return jnp.sum(jnp.where(until, sizes[..., None, :], 0), axis=-1, dtype=jnp.int32)
+
+
 def has_elements(leaf: jax.Array) -> bool:
     """Whether a row of this leaf holds anything."""
     return math.prod(leaf.shape[1:]) > 0

@@ -23,7 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep._operations import inlining
-from jax_ep._operations.mosaic_kernel import ALIGNMENT, Config, Work, call
+from jax_ep._operations.arrays import running_sums
+from jax_ep._operations.mosaic_kernel import (
+    ALIGNMENT,
+    Config,
+    Work,
+    call,
+    num_blocks,
+)
 
 _STEP = 64
 
@@ -73,7 +80,8 @@ def sum_of_rows(
     """The sum of `rows` over pairs (lhs, rhs) of the same shapes, in one kernel."""
     lhs, rhs = pairs[0]
     width = rhs.shape[1 if transpose_rhs else 2]
-    config = config or _row_config(lhs.shape[0], width, rhs.shape[0], group_alignment)
+    low_tiles = _low_tiles(lhs.shape[0], rhs.shape[0], group_alignment)
+    config = config or _row_config(low_tiles, width)
     [out] = _row_products(
         pairs,
         group_sizes,
@@ -112,7 +120,7 @@ def batches(
     [out] = _row_products(
         [(lhs, rhs)],
         counts,
-        config or _batch_config(lhs.shape[1], width),
+        config or _row_config(_low_batch_tiles(lhs), width),
         None,
         transpose_rhs=transpose_rhs,
         out_dtypes=[out_dtype or lhs.dtype],
@@ -144,7 +152,7 @@ def gated_batches(
         () if bias_gate is None else (bias_gate, bias_up),
         None,
         False,
-        config or _gated_config(lhs.shape[1] <= 128, w_gate.shape[2]),
+        config or _gated_config(_low_batch_tiles(lhs), w_gate.shape[2]),
     )
     return hidden
 
@@ -180,7 +188,8 @@ def gated(
     Returns:
       (hidden,) or (hidden, gate, up), each [M, I]; 0 after the last group.
     """
-    few = group_alignment % 128 and rows.shape[0] <= 64 * w_gate.shape[0]
+    (m, _), (groups, _, inner) = rows.shape, w_gate.shape
+    low_tiles = _low_tiles(m, groups, group_alignment)
     return tuple(
         _gated(
             rows,
@@ -190,7 +199,7 @@ def gated(
             () if bias_gate is None else (bias_gate, bias_up),
             group_alignment,
             keep,
-            config or _gated_config(few, w_gate.shape[2]),
+            config or _gated_config(low_tiles, inner),
         )
     )
 
@@ -249,7 +258,8 @@ def gated_backward(
         return inlining.inlined(differentiate, *extras, *sums)
 
     m, width = gate.shape
-    config = config or _row_config(m, width, w_down.shape[0], group_alignment)
+    low_tiles = _low_tiles(m, w_down.shape[0], group_alignment)
+    config = config or _row_config(low_tiles, width)
     d_gate, d_up, hidden = _row_products(
         [(d_out, w_down)],
         group_sizes,
@@ -342,7 +352,7 @@ def _tables(group_sizes, tile_m, alignment):
     sizes = group_sizes.astype(jnp.int32)
     tiles = lax.div(sizes + (tile_m - 1), jnp.int32(tile_m))
     misfits = lax.rem(sizes, jnp.int32(alignment))
-    return jnp.cumsum(jnp.stack([tiles, sizes, misfits]), axis=1)
+    return running_sums(jnp.stack([tiles, sizes, misfits]))
 
 
 def _groups_of_tiles(table, num_tiles):
@@ -382,28 +392,42 @@ def _best_width(n):
     )
 
 
-def _row_config(m, n, groups, alignment):
-    # Groups of few rows are bound by the bytes of their matrices: low tiles.
-    if alignment % 128 and m <= 64 * groups:
-        return _low_config(n)
-    return Config(tile_n=_best_width(n))
+def _low_tiles(m, groups, alignment):
+    """How many tiles of 64 rows there are; 0: tiles of 128 rows are better.
+
+    Groups of few rows are bound by the bytes of their matrices. m counts pads, too:
+    up to 64 rows of a group, and as many again where groups are full.
+    """
+    return m // 64 if alignment % 128 and m <= 128 * groups else 0
 
 
-def _gated_config(few, inner):
-    # A tile must not be wider than the matrix. Sums of gate and up of 128 columns
-    # each leave a warpgroup room for 64 rows.
-    tile_n = 2 * min(128, inner)
-    return Config(tile_m=64 if few else 128, tile_n=tile_n, alternate=bool(few))
-
-
-def _batch_config(m, n):
+def _low_batch_tiles(lhs):
     # How many rows are counted is not known: a low tile reads the matrix again for
     # every 64 of them, a high one takes a little longer where there are fewer.
-    return _low_config(n) if m <= 128 else Config(tile_n=_best_width(n))
+    groups, m, _ = lhs.shape
+    return groups * pl.cdiv(m, 64) if m <= 128 else 0
 
 
-def _low_config(n):
-    return Config(tile_m=64, tile_n=256 if n % 256 == 0 else _best_width(n))
+def _row_config(low_tiles, n):
+    if not low_tiles:
+        return Config(tile_n=_best_width(n))
+    width = 256 if n % 256 == 0 else _best_width(n)
+    return Config(tile_m=64, tile_n=_narrower(width, low_tiles, n))
+
+
+def _gated_config(low_tiles, inner):
+    # A tile must not be wider than the matrix. Sums of gate and up of 128 columns
+    # each leave a warpgroup room for 64 rows.
+    width = min(128, inner)
+    if not low_tiles:
+        return Config(tile_n=2 * width, alternate=False)
+    return Config(tile_m=64, tile_n=2 * _narrower(width, low_tiles, inner))
+
+
+def _narrower(width, tiles, n):
+    """Half the width where that gives work to blocks that would have none."""
+    few = tiles * pl.cdiv(n, width) <= num_blocks() // 2
+    return width // 2 if few and width % 128 == 0 else width
 
 
 def _row_products(

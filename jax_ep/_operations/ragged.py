@@ -48,13 +48,17 @@ from jax_ep._operations.operation import (
 )
 
 
-def best_alignment(platform: str) -> int:
+def best_alignment(platform: str, rows_per_group: float) -> int:
     """What sizes of groups should be multiples of, for products on `platform`.
 
-    Kernels take 128 rows at a time; where groups are aligned to that, all of them
-    have one matrix.
+    Kernels take 128 rows at a time, of one group where groups are aligned to that.
+    Groups of few rows are bound by reading their matrices: there tiles of 64 rows
+    do, with half the pads to zero, read and write. With 64 rows on average about
+    half of the groups would have two such tiles, which is slower than a high one.
     """
-    return 128 if platform == "gpu" else 1
+    if platform != "gpu":
+        return 1
+    return 64 if rows_per_group <= 48 else 128
 
 
 def rows(
