@@ -7,6 +7,8 @@ The model is that of examples/published: every sequence gets one token further, 
 cache of keys and values. The same step is measured with experts of no cost, and without
 expert layers; differences are what products and rows take. The rest is attention, norms
 and router, and the embedding and the output layer, which a step with no layer shows.
+Tokens and caches are random and the same in every step: what a random model makes of
+its own output soon visits the same few experts in all sequences.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 sys.path.append(sys.path[-1] + "/published")
@@ -78,7 +81,8 @@ def random_params(config, mesh) -> dict:
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
 
     def draw(key, shape, dtype):
-        return jax.random.normal(key, shape, dtype) * dtype(max(shape[-2:]) ** -0.5)
+        values = jax.random.normal(key, shape, dtype)
+        return values if len(shape) == 1 else values * dtype(max(shape[-2:]) ** -0.5)
 
     draws = {
         spec: jax.jit(
@@ -96,7 +100,7 @@ def random_params(config, mesh) -> dict:
     layers = []
     for number in range(config.layers):
         shapes = weights.layer_shapes(config, family, number)
-        layer = {
+        layer: dict[str, Any] = {
             name: array(shape)
             for name, shape in shapes.items()
             if name not in routers.values()
@@ -112,7 +116,7 @@ def random_params(config, mesh) -> dict:
         layers.append(layer)
     table = config.vocabulary, config.hidden
     return {
-        "embed_tokens": array(table),
+        "embed_tokens": array((config.vocabulary, 1, config.hidden))[:, 0] * 30,
         "norm": array((config.hidden,)),
         "lm_head": array(table),
         "layers": layers,
@@ -160,7 +164,7 @@ class Steps:
         )
 
     def variants(self) -> dict:
-        """Compiled steps by name: (parameters, tokens, caches) -> tokens, caches."""
+        """Compiled steps by name: (parameters, tokens, caches) -> results of `body`."""
         free = functools.partial(self.low_latency, free=True)
         none = lambda experts, x, ids, w: x  # noqa: E731
         bodies = {
@@ -192,29 +196,31 @@ class Steps:
             self.config.kv_heads,
             self.config.head,
         )
-        empty = jax.jit(
-            lambda: [
-                tuple(jnp.full(shape, i / 8, self.dtype) for i in (1, 2))
-                for _ in range(layers)
+        full = jax.jit(
+            lambda keys: [
+                tuple(jax.random.normal(key, shape, self.dtype) for key in pair)
+                for pair in keys
             ],
             out_shardings=split,
         )
-        return jax.device_put(np.int32(tokens), split), empty()
+        caches = full(list(jax.random.split(jax.random.key(1), (layers, 2))))
+        return jax.device_put(np.int32(tokens), split), caches
 
     def _lower(self, expert_layer, params):
         def body(params, tokens, caches):
             positions = jnp.full((len(tokens), 1), self.context - 1)
-            logits, caches, _ = decoder.forward(
+            logits, caches, loads = decoder.forward(
                 self.config, params, tokens[:, None], positions, expert_layer, caches
             )
-            return logits[:, 0].argmax(-1).astype(jnp.int32), caches
+            busy = [(jax.lax.psum(load.counts, AXIS) > 0).sum() for load in loads]
+            return logits[:, 0].argmax(-1), busy, caches
 
         specs = weights.partition_specs(params, AXIS)
         step = jax.shard_map(
             body,
             mesh=self.comm.mesh,
             in_specs=(specs, P(AXIS), P(AXIS)),
-            out_specs=P(AXIS),
+            out_specs=(P(AXIS), P(), P(AXIS)),
         )
         state = jax.eval_shape(lambda: self.state(len(params["layers"])))
         split = NamedSharding(self.comm.mesh, P(AXIS))
@@ -224,16 +230,17 @@ class Steps:
         return jax.jit(step, donate_argnums=2).lower(params, *state)
 
 
-def measured(program, params, state, steps: int) -> float:
-    """Median us of a step, waited for one by one as a server does."""
+def measured(program, params, state, steps: int) -> tuple[float, float]:
+    """Median us of a step, one after the other, and experts visited in a layer."""
     tokens, caches = state
-    times = []
+    times, busy = [], []
     for _ in range(steps + 2):
         begin = time.perf_counter()
-        tokens, caches = program(params, tokens, caches)
-        jax.block_until_ready(tokens)
+        chosen, busy, caches = program(params, tokens, caches)
+        jax.block_until_ready(chosen)
         times.append(1e6 * (time.perf_counter() - begin))
-    return statistics.median(times[2:])
+    visited = statistics.mean(map(int, busy)) if busy else 0.0
+    return statistics.median(times[2:]), visited
 
 
 def main() -> None:
@@ -256,9 +263,14 @@ def main() -> None:
         found = {}
         for name, (program, params) in steps.variants().items():
             state = steps.state(len(params["layers"]))
-            found[name] = measured(program, params, state, options.steps)
-            tokens = comm.num_ranks * options.sequences / found[name] * 1e6
-            print(f"{name:30}{found[name]:10.0f} us{tokens:10.0f} tokens/s", flush=True)
+            us, visited = measured(program, params, state, options.steps)
+            found[name] = us
+            print(
+                f"{name:30}{us:10.0f} us"
+                f"{comm.num_ranks * options.sequences / us * 1e6:10.0f} tokens/s"
+                f"{visited:10.1f} experts visited in a layer",
+                flush=True,
+            )
     whole, free, none, ends = (
         found[name]
         for name in (
