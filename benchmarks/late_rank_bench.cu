@@ -1,8 +1,9 @@
 // Times dispatch_permute where one rank comes late, and checks its rows.
 //
 //   nvcc -O3 -std=c++20 -I. -arch=native -o /tmp/late_rank_bench
-//     benchmarks/late_rank_bench.cu cc/dispatch_permute.cu cc/expert_rows.cu
-//     cc/plan.cu cc/pushed_plan.cu && /tmp/late_rank_bench
+//     benchmarks/late_rank_bench.cu cc/experts/dispatch_permute.cu
+//     cc/experts/expert_rows.cu cc/plan/plan.cu cc/plan/pushed_plan.cu &&
+//     /tmp/late_rank_bench
 //
 // (one line, at the root of the project; CUDA 12.5 or newer). Rank r runs on
 // GPU r where there are enough of them. Else all ranks share GPU 0, each with a
@@ -22,9 +23,11 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cc/expert_layout.h"
-#include "cc/expert_ops.h"
-#include "cc/layout.h"
+#include "cc/experts/expert_ops.h"
+#include "cc/layout/control.h"
+#include "cc/layout/experts.h"
+#include "cc/layout/limits.h"
+#include "cc/layout/pushed_plan.h"
 #include "cc/ops.h"
 
 namespace {

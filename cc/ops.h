@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "cc/element.h"
-#include "cc/layout.h"
-#include "cc/peer_view.h"
-#include "cc/plan_results.h"
+#include "cc/handshake/peer_view.h"
+#include "cc/layout/limits.h"
+#include "cc/plan/plan_results.h"
 
 namespace jax_ep {
 
@@ -58,7 +58,7 @@ struct RowParams {
   const int32_t* recv_src;  // [C]
   Leaf leaves[kMaxLeaves];
   // An operation between nodes is several of these, each on some of the tokens
-  // (cc/node_moves.h). recv_src calls token t of rank r
+  // (cc/nodes/node_moves.h). recv_src calls token t of rank r
   // (first_source + r) * source_tokens + first_token + t; in the launch of a
   // whole operation it is r * num_tokens + t, for which all of this is 0.
   int32_t first_source = 0;
@@ -80,7 +80,8 @@ struct PlanDispatchParams {
   DispatchParams rows;
 };
 
-// Takes the way of LaunchPushedPlan where PushedPlan in cc/layout.h says so.
+// Takes the way of LaunchPushedPlan where PushedPlan in cc/layout/pushed_plan.h
+// says so.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
 cudaError_t LaunchPushedPlan(const PlanParams& params, cudaStream_t stream);
 // `begun`, if not nullptr, is recorded when all blocks of the kernel have
@@ -89,7 +90,8 @@ cudaError_t LaunchDispatch(const DispatchParams& params, cudaStream_t stream,
                            cudaEvent_t begun = nullptr);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream,
                           cudaEvent_t begun = nullptr);
-// What the two above do where tokens are not few (cc/device/few_tokens.cuh).
+// What the two above do where tokens are not few
+// (cc/few_tokens/few_tokens.cuh).
 cudaError_t LaunchGeneralDispatch(const DispatchParams& params,
                                   cudaStream_t stream,
                                   cudaEvent_t begun = nullptr);
@@ -97,7 +99,8 @@ cudaError_t LaunchGeneralCombine(const CombineParams& params,
                                  cudaStream_t stream,
                                  cudaEvent_t begun = nullptr);
 
-// Where PlanDispatchFits in cc/layout.h says so, in a control slot of a plan.
+// Where PlanDispatchFits in cc/layout/few_tokens.h says so, in a control slot
+// of a plan.
 cudaError_t LaunchPlanDispatch(const PlanDispatchParams& params,
                                cudaStream_t stream);
 

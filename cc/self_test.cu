@@ -5,10 +5,11 @@
 #include <vector>
 
 #include "cc/current_device.h"
-#include "cc/expert_layout.h"
-#include "cc/expert_ops.h"
-#include "cc/layout.h"
-#include "cc/low_latency.h"
+#include "cc/experts/expert_ops.h"
+#include "cc/few_tokens/low_latency.h"
+#include "cc/layout/control.h"
+#include "cc/layout/experts.h"
+#include "cc/layout/pushed_plan.h"
 #include "cc/ops.h"
 #include "cc/self_test.h"
 

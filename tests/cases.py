@@ -269,7 +269,7 @@ CASES = (
     Case("no_tokens", uniform, tokens=0),
     Case("one_token", uniform, tokens=1),
     Case("many_tokens", log_normal, tokens=1031, top_k=4, expert_alignment=128),
-    # Not few any more, however short rows are (cc/device/few_tokens.cuh).
+    # Not few any more, however short rows are (cc/few_tokens/few_tokens.cuh).
     Case("more_tokens", uniform, tokens=2057, top_k=2),
     # Choices and experts; with E = 5 over 8 ranks some ranks own none.
     Case("top_1", uniform, top_k=1),
@@ -293,7 +293,7 @@ CASES = (
 )
 
 # More experts than what groups rows by expert takes of a rank; for plan, dispatch and
-# combine. Also more than plans by pushed ids take (PushedPlan in cc/layout.h): experts
+# combine. Also more than plans by pushed ids take (PushedPlan in cc/layout/pushed_plan.h): experts
 # in all, experts of a rank. The second has work for several blocks.
 MANY_EXPERTS = (
     Case("experts_65536", strided, tokens=5, top_k=3, experts=1 << 16),

@@ -1,6 +1,6 @@
 """The memory of a low-latency buffer on GPUs, read and written over by tests.
 
-What stands where is cc/low_latency_layout.h's. Nobody may use the buffer meanwhile: a
+What stands where is cc/layout/low_latency.h's. Nobody may use the buffer meanwhile: a
 test fetches the results of all ranks first.
 """
 

@@ -27,7 +27,7 @@ BAD = {
 }
 GOOD = ("Together", "Eights")
 KERNELS = r"""
-#include "cc/device/ptx.cuh"
+#include "cc/ptx.cuh"
 
 namespace ptx = jax_ep::ptx;
 
@@ -130,7 +130,7 @@ def test_lanes_of_a_line_stay_together():
     native = importlib.util.find_spec("jax_ep._cuda")
     if native is None:
         pytest.skip("jax_ep._cuda was not built")
-    files = [path for path in sorted(ROOT.glob("cc/*.cu")) if moves_lines(path)]
+    files = [path for path in sorted(ROOT.glob("cc/**/*.cu")) if moves_lines(path)]
     # A kernel's name has its file's.
     file_of = re.compile("|".join(f"_{path.stem}_cu_" for path in files))
     usage = cuobjdump("-res-usage", native.origin)

@@ -11,9 +11,12 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cc/layout.h"
+#include "cc/handshake/peer_view.h"
+#include "cc/layout/control.h"
+#include "cc/layout/limits.h"
+#include "cc/layout/pushed_plan.h"
+#include "cc/layout/staging.h"
 #include "cc/ops.h"
-#include "cc/peer_view.h"
 
 namespace {
 

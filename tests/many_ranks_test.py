@@ -9,7 +9,13 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-KERNELS = ("combine", "dispatch", "few_combine", "plan", "pushed_plan")
+KERNELS = (
+    "few_tokens/few_combine",
+    "plan/plan",
+    "plan/pushed_plan",
+    "rows/combine",
+    "rows/dispatch",
+)
 
 
 @pytest.mark.gpu(count=1)

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "cc/current_device.h"
-#include "cc/wait_notes.h"
+#include "cc/handshake/wait_notes.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/registry.h"
 

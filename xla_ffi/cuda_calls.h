@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "cc/control_slots.h"
-#include "cc/peer_view.h"
-#include "cc/wait_note.h"
+#include "cc/handshake/control_slots.h"
+#include "cc/handshake/peer_view.h"
+#include "cc/handshake/wait_note.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -44,7 +44,7 @@ struct CudaCommunicator {
   std::vector<Range> mapped;        // to unmap, addresses and all
   std::vector<uint64_t> allocated;  // to free
   // What kernels say of long waits: memory of the host, [device][rank], and the
-  // numbers of its tables (cc/wait_notes.h).
+  // numbers of its tables (cc/handshake/wait_notes.h).
   WaitNote* notes = nullptr;
   std::vector<int64_t> note_tables;
   ControlSlots slots;

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/expert_ops.h"
-#include "cc/layout.h"
+#include "cc/experts/expert_ops.h"
+#include "cc/layout/limits.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/cuda_calls.h"

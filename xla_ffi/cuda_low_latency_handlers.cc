@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/low_latency.h"
-#include "cc/tag.h"
+#include "cc/few_tokens/low_latency.h"
+#include "cc/handshake/tag.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/cuda_calls.h"

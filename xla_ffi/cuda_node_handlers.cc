@@ -12,8 +12,8 @@
 #include <string>
 #include <utility>
 
-#include "cc/nccl_wire.h"
-#include "cc/node_moves.h"
+#include "cc/nodes/nccl_wire.h"
+#include "cc/nodes/node_moves.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/cuda_calls.h"

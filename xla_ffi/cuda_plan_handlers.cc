@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/layout.h"
+#include "cc/handshake/tag.h"
+#include "cc/layout/pushed_plan.h"
 #include "cc/ops.h"
-#include "cc/tag.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/cuda_calls.h"
 #include "xla_ffi/cuda_row_handlers.h"

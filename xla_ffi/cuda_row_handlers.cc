@@ -5,10 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/expert_ops.h"
-#include "cc/layout.h"
+#include "cc/experts/expert_ops.h"
+#include "cc/handshake/tag.h"
+#include "cc/layout/limits.h"
 #include "cc/ops.h"
-#include "cc/tag.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/leaves.h"

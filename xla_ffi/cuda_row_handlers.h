@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "cc/ops.h"
-#include "cc/plan_results.h"
+#include "cc/plan/plan_results.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/cuda_calls.h"
 

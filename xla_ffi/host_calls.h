@@ -16,8 +16,8 @@
 #include "cc/cpu/moves.h"
 #include "cc/cpu/rendezvous.h"
 #include "cc/cpu/wire.h"
-#include "cc/mesh_place.h"
-#include "cc/wait_limits.h"
+#include "cc/handshake/mesh_place.h"
+#include "cc/handshake/wait_limits.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {

@@ -9,12 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "cc/control_slots.h"
 #include "cc/cpu/alarms.h"
-#include "cc/expert_layout.h"
-#include "cc/layout.h"
-#include "cc/low_latency_layout.h"
-#include "cc/wait_limits.h"
+#include "cc/handshake/control_slots.h"
+#include "cc/handshake/wait_limits.h"
+#include "cc/layout/experts.h"
+#include "cc/layout/few_tokens.h"
+#include "cc/layout/low_latency.h"
+#include "cc/layout/pushed_plan.h"
+#include "cc/layout/staging.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/optional.h"
 #include "nanobind/stl/string.h"

@@ -11,7 +11,7 @@
 
 #include "cc/cpu/ops.h"
 #include "cc/cpu/wire.h"
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/host_calls.h"

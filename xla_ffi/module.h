@@ -6,8 +6,8 @@
 #include <tuple>
 #include <utility>
 
-#include "cc/layout.h"
-#include "cc/mesh_place.h"
+#include "cc/handshake/mesh_place.h"
+#include "cc/layout/staging.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/tuple.h"

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/plan_results.h"
+#include "cc/plan/plan_results.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/attributes.h"
 

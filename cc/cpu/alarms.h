@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include "cc/wait_limits.h"
+#include "cc/handshake/wait_limits.h"
 
 namespace jax_ep::cpu {
 

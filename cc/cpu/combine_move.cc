@@ -10,7 +10,7 @@
 
 #include "cc/cpu/moves.h"
 #include "cc/cpu/rows_between.h"
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
 
 namespace jax_ep::cpu {
 namespace {

@@ -18,7 +18,7 @@
 #include <mutex>
 #include <string>
 
-#include "cc/wait_limits.h"
+#include "cc/handshake/wait_limits.h"
 
 namespace jax_ep::cpu {
 

@@ -13,8 +13,8 @@
 #include "cc/cpu/moves.h"
 #include "cc/cpu/staging.h"
 #include "cc/cpu/wire.h"
-#include "cc/layout.h"
-#include "cc/wait_limits.h"
+#include "cc/handshake/wait_limits.h"
+#include "cc/layout/staging.h"
 
 namespace jax_ep::cpu {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "cc/cpu/expert_ops.h"
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
 
 namespace jax_ep::cpu {
 namespace {

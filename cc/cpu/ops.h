@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cc/element.h"
-#include "cc/plan_results.h"
+#include "cc/plan/plan_results.h"
 
 namespace jax_ep::cpu {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cc/cpu/ops.h"
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
 
 namespace jax_ep::cpu {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "cc/cpu/alarms.h"
 #include "cc/cpu/completion_threads.h"
-#include "cc/wait_limits.h"
+#include "cc/handshake/wait_limits.h"
 
 namespace jax_ep::cpu {
 

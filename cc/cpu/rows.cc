@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cc/cpu/ops.h"
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>

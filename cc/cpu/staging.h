@@ -17,7 +17,7 @@
 #include <string>
 
 #include "cc/cpu/wire.h"
-#include "cc/layout.h"
+#include "cc/layout/staging.h"
 
 namespace jax_ep::cpu {
 

@@ -1,4 +1,5 @@
-// What processes write into each other's slots (cc/layout.h, StagingLayout).
+// What processes write into each other's slots (cc/layout/staging.h,
+// StagingLayout).
 //
 // A slot holds one packet: a header and so many bytes. Packets name their call
 // by a key, so that any mixture of calls may share a ring. Both ends run the
@@ -9,7 +10,8 @@
 #include <compare>
 #include <cstdint>
 
-#include "cc/layout.h"
+#include "cc/layout/limits.h"
+#include "cc/layout/staging.h"
 
 namespace jax_ep::cpu {
 

@@ -21,7 +21,7 @@ from jax_ep._setup.low_latency_buffer import LowLatencyBuffer
 
 Layout = Literal["expert", "rank"]
 
-# kMaxCountedExperts in cc/low_latency.h.
+# kMaxCountedExperts in cc/few_tokens/low_latency.h.
 _MAX_COUNTED_EXPERTS = 4096
 
 

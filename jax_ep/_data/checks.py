@@ -77,7 +77,7 @@ def check_inside_shard_map(comm: Ranks, op: str) -> None:
 
 
 # Rows and slots are numbered by int32.
-# kMaxTopK in cc/layout.h.
+# kMaxTopK in cc/layout/limits.h.
 MAX_TOP_K = 32
 INT32_MAX = 2**31 - 1
 # What the plan's kernel divides by multiplication; far above real models.
@@ -127,7 +127,7 @@ def check_small_integer(op: str, name: str, value: Any) -> int:
     return result
 
 
-# kMaxLocalExperts in cc/expert_layout.h.
+# kMaxLocalExperts in cc/layout/experts.h.
 _MAX_LOCAL_EXPERTS = 2048
 
 

@@ -16,7 +16,7 @@ from jax_ep._data.ranks import named_axes
 if TYPE_CHECKING:
     from jax_ep._data.ranks import Ranks
 
-# Leaves that one launch carries: kMaxLeaves in cc/layout.h.
+# Leaves that one launch carries: kMaxLeaves in cc/layout/limits.h.
 MAX_LEAVES = 16
 
 SUMMABLE = frozenset(

@@ -132,7 +132,7 @@ def communicator_call(
     """A call of `comm`, whose first operand is where the program has this device.
 
     HLO holds sizes and ids, equal on all processes. `slot` is the kind of control
-    slot that a call of its own takes: SlotKind in cc/control_slots.h.
+    slot that a call of its own takes: SlotKind in cc/handshake/control_slots.h.
     """
     _check_devices(ctx, comm)
     # Sites that share a channel or a number are counted from here on.

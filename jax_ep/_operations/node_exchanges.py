@@ -131,7 +131,7 @@ def combine_reference(*operands, comm, **sizes):
 _MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 8
 # Chunks that have a place in staging memory, unless num_channels says so; and the
-# most of them: kMaxInFlight in cc/node_moves.h.
+# most of them: kMaxInFlight in cc/nodes/node_moves.h.
 _IN_FLIGHT = 3
 _MOST_IN_FLIGHT = 8
 

@@ -16,7 +16,7 @@ from jax_ep._setup.held import Held
 from jax_ep._setup.links import Links
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
-# kMaxRanksOfWord in cc/layout.h.
+# kMaxRanksOfWord in cc/layout/limits.h.
 _MAX_RANKS = 64
 
 

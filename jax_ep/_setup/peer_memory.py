@@ -22,11 +22,11 @@ from jax_ep._setup.links import Links, receive_descriptor, send_descriptor
 from jax_ep._setup.reach import Groups, Told
 from jax_ep._setup.topology import MeshPlaces
 
-# kMaxRanks in cc/layout.h: an NVLink domain has up to 72.
+# kMaxRanks in cc/layout/limits.h: an NVLink domain has up to 72.
 MAX_RANKS = 96
 # What the maker of shared control memory writes behind it, and its users read.
 _PROOF_BYTES = 128
-# struct Region in cc/peer_view.h.
+# struct Region in cc/handshake/peer_view.h.
 _REGION = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("here", "<u8")])
 
 

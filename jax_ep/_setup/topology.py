@@ -18,7 +18,7 @@ from jax_ep._data import checks
 from jax_ep._data.ranks import position_axes
 
 _Groups = list[list[jax.Device]]
-# MeshPlace in cc/mesh_place.h of devices, by their ids.
+# MeshPlace in cc/handshake/mesh_place.h of devices, by their ids.
 MeshPlaces = Mapping[int, tuple[int, int, int]]
 
 
