@@ -214,7 +214,7 @@ def measure_cpu(
         found = copies.memset(max(empty, 1), os.cpu_count() or 1, 10 if quick else 30)
         limits.fill_us = found.median
         report.row([f"zeros, {empty / 1e6:.3g} MB", f"{found.median:.1f}"])
-        limits.latency_us = _meeting_us(mesh)
+        limits.latency_us = _rendezvous_us(mesh)
         report.row(["psum of one number a rank", f"{limits.latency_us:.1f}"])
         report.record(
             "ceiling",
@@ -244,7 +244,7 @@ def _record(
     )
 
 
-def _meeting_us(mesh: Mesh) -> float:
+def _rendezvous_us(mesh: Mesh) -> float:
     """What it costs the ranks to meet, in XLA's own way."""
 
     def move(_, x):

@@ -293,8 +293,9 @@ CASES = (
 )
 
 # More experts than what groups rows by expert takes of a rank; for plan, dispatch and
-# combine. Also more than plans by pushed ids take (PushedPlan in cc/layout/pushed_plan.h): experts
-# in all, experts of a rank. The second has work for several blocks.
+# combine. Also more than plans by pushed ids take (PushedPlan in
+# cc/layout/pushed_plan.h): experts in all, experts of a rank. The second has work for
+# several blocks.
 MANY_EXPERTS = (
     Case("experts_65536", strided, tokens=5, top_k=3, experts=1 << 16),
     Case("experts_2100_a_rank", strided, tokens=257, top_k=4, experts=-2100),

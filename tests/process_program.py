@@ -36,7 +36,7 @@ from jax_ep._setup import (
     reach,
     window_memory,
 )
-from jax_ep._setup.held import Memory
+from jax_ep._setup.native_resource import Memory
 
 warnings.simplefilter("error")
 TOKENS, COLUMNS = 16, 24

@@ -37,8 +37,8 @@ from fake_gpus import (
 
 from jax_ep._data import native
 from jax_ep._setup import bootstrap, gpu_memory, nvml, peer_memory, reach, window_memory
-from jax_ep._setup.held import Memory
 from jax_ep._setup.links import Links
+from jax_ep._setup.native_resource import Memory
 
 _here = threading.local()
 _numbers = itertools.count(1000)

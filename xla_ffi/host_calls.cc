@@ -59,7 +59,7 @@ std::string WhyRefuse(const MeshPlace& mesh, uint32_t found) {
 
 ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                  const Position& position, std::shared_ptr<void> arrival,
-                 const std::function<void(const Met&)>& work) {
+                 const std::function<void(const HostCall&)>& work) {
   const auto place = site->communicator->places.find(ordinal);
   if (place == site->communicator->places.end()) {
     return Failed("jax_ep: device " + std::to_string(ordinal) +
@@ -67,7 +67,7 @@ ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   }
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
-  std::shared_ptr<cpu::Meeting> meeting = site->rendezvous.Enter(
+  std::shared_ptr<cpu::Rendezvous> rendezvous = site->rendezvous.Enter(
       run.run_id, place->second.group, place->second.rank, std::move(arrival),
       [promise](const std::string& error) {
         if (error.empty()) {
@@ -78,42 +78,43 @@ ffi::Future Meet(HostCallSite* site, ffi::RunId run, int32_t ordinal,
         }
       },
       WhyRefuse(place->second.mesh, *position.typed_data()));
-  if (meeting == nullptr) return future;
-  const Met met = {site, run.run_id, place->second.group, std::move(meeting)};
-  if (met.local() && !met.meeting->refusal().empty()) {
-    met.meeting->Finish(/*on_last_ranks_thread=*/true);
+  if (rendezvous == nullptr) return future;
+  const HostCall call = {site, run.run_id, place->second.group,
+                         std::move(rendezvous)};
+  if (call.local() && !call.rendezvous->refusal().empty()) {
+    call.rendezvous->Finish(/*on_last_ranks_thread=*/true);
   } else {
-    work(met);
+    work(call);
   }
   return future;
 }
 
-void Post(const Met& met, const cpu::CallShape& shape,
+void Post(const HostCall& call, const cpu::CallShape& shape,
           std::vector<std::unique_ptr<cpu::Move>> shares,
           std::function<void(const std::string& error)> done) {
   const std::optional<int64_t> sequence =
-      met.site->communicator->sites.Next(met.site, met.run, met.group);
+      call.site->communicator->sites.Next(call.site, call.run, call.group);
   if (!sequence) {
     return done(
         "found two call sites of one channel that its peers could not tell "
         "apart; do not compile programs in several threads at a time");
   }
-  cpu::Exchange::Call call;
-  call.key = {.run = met.run,
-              .sequence = *sequence,
-              .channel = met.site->channel,
-              .site = met.site->number,
-              .group = met.group};
-  call.shape = shape;
-  call.places = met.comm().group_places[met.group];
-  call.deadline = met.meeting->deadline();
-  call.refusal = met.meeting->refusal();
-  call.shares = std::move(shares);
-  call.warn = [meeting = met.meeting](const std::string& what) {
-    meeting->Warn(what);
+  cpu::Exchange::Call shared;
+  shared.key = {.run = call.run,
+                .sequence = *sequence,
+                .channel = call.site->channel,
+                .site = call.site->number,
+                .group = call.group};
+  shared.shape = shape;
+  shared.places = call.comm().group_places[call.group];
+  shared.deadline = call.rendezvous->deadline();
+  shared.refusal = call.rendezvous->refusal();
+  shared.shares = std::move(shares);
+  shared.warn = [rendezvous = call.rendezvous](const std::string& what) {
+    rendezvous->Warn(what);
   };
-  call.done = std::move(done);
-  met.comm().exchange->Post(std::move(call));
+  shared.done = std::move(done);
+  call.comm().exchange->Post(std::move(shared));
 }
 
 }  // namespace jax_ep

@@ -69,7 +69,7 @@ struct HostCallSite {
   std::shared_ptr<HostCommunicator> communicator;
   const int64_t channel;
   const int32_t number;  // among the sites of a program that share a channel
-  cpu::Rendezvous rendezvous;
+  cpu::RendezvousTable rendezvous;
 };
 
 // The state of a call site of `op`, from its attributes "comm" and "channel".
@@ -84,12 +84,12 @@ xla::ffi::ErrorOr<std::unique_ptr<HostCallSite>> MakeCallSiteOf(
 // A call that ended in an error.
 xla::ffi::Future Failed(const std::string& message);
 
-// A meeting that is complete, and which one it is.
-struct Met {
+// A call that all ranks here have entered: its rendezvous is complete.
+struct HostCall {
   HostCallSite* site;
   int64_t run;
   int group;
-  std::shared_ptr<cpu::Meeting> meeting;
+  std::shared_ptr<cpu::Rendezvous> rendezvous;
 
   const HostCommunicator& comm() const { return *site->communicator; }
   bool local() const { return comm().IsLocal(group); }
@@ -109,27 +109,28 @@ inline auto BindCall() {
 }
 
 // Enters this device's rank with `arrival`; `work` runs on the last rank's
-// thread, and ends in the meeting's Finish(). Where a rank refuses, because its
+// thread, and ends in the Finish(). Where a rank refuses, because its
 // device stands elsewhere on the program's mesh, nothing is written: without
 // other processes `work` does not run, else it ends in Post().
 xla::ffi::Future Meet(HostCallSite* site, xla::ffi::RunId run, int32_t ordinal,
                       const Position& position, std::shared_ptr<void> arrival,
-                      const std::function<void(const Met&)>& work);
+                      const std::function<void(const HostCall&)>& work);
 
 // Buffers by rank; ranks of other processes have none.
 template <typename T>
-std::vector<T> Arrivals(const Met& met) {
-  std::vector<T> result(met.comm().num_ranks);
-  const std::vector<int>& ranks = met.meeting->ranks();
+std::vector<T> Arrivals(const HostCall& call) {
+  std::vector<T> result(call.comm().num_ranks);
+  const std::vector<int>& ranks = call.rendezvous->ranks();
   for (size_t i = 0; i < ranks.size(); ++i) {
-    result[ranks[i]] = *static_cast<const T*>(met.meeting->arrivals()[i].get());
+    result[ranks[i]] =
+        *static_cast<const T*>(call.rendezvous->arrivals()[i].get());
   }
   return result;
 }
 
 // Lets other processes take part in a call whose ranks here have met, or tells
 // them why one of these refuses.
-void Post(const Met& met, const cpu::CallShape& shape,
+void Post(const HostCall& call, const cpu::CallShape& shape,
           std::vector<std::unique_ptr<cpu::Move>> shares,
           std::function<void(const std::string& error)> done);
 

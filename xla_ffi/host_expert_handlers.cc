@@ -1,5 +1,5 @@
 // FFI handlers of the operations between rows and experts, on the host. They
-// are local to a device: no state, no meeting of ranks.
+// are local to a device: no state, no rendezvous of ranks.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

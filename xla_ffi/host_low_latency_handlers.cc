@@ -48,8 +48,8 @@ cpu::CallShape ShapeOf(cpu::Op op, const LowLatencySizes& sizes) {
 // for the others'.
 class Gathered {
  public:
-  Gathered(const Met& met, int64_t num_bytes)
-      : places_(met.comm().group_places[met.group]),
+  Gathered(const HostCall& call, int64_t num_bytes)
+      : places_(call.comm().group_places[call.group]),
         num_bytes_(num_bytes),
         bytes_(places_.process.size()),
         elsewhere_(bytes_.size()) {
@@ -80,33 +80,34 @@ class Gathered {
 };
 
 // Runs `next` away from the channel's thread, where others' rows wait; or ends
-// the meeting with what went wrong.
-std::function<void(const std::string& error)> Then(const Met& met,
+// the rendezvous with what went wrong.
+std::function<void(const std::string& error)> Then(const HostCall& call,
                                                    std::function<void()> next) {
-  return [meeting = met.meeting,
+  return [rendezvous = call.rendezvous,
           next = std::move(next)](const std::string& error) {
-    if (!error.empty()) return meeting->Finish(false, error);
-    meeting->Then(next);
+    if (!error.empty()) return rendezvous->Finish(false, error);
+    rendezvous->Then(next);
   };
 }
 
 // Everybody's tokens come here. Few tokens: which of them are wanted is not
 // worth a question.
-void DispatchBetweenProcesses(const Met& met, const LowLatencySizes& sizes) {
+void DispatchBetweenProcesses(const HostCall& call,
+                              const LowLatencySizes& sizes) {
   struct Shared {
     std::vector<LowLatencyDispatchBuffers> ranks;
     std::vector<Gathered> arrays;  // ids, weights, leaves
   };
   auto shared = std::make_shared<Shared>();
-  shared->ranks = Arrivals<LowLatencyDispatchBuffers>(met);
-  const std::vector<int>& here = met.meeting->ranks();
+  shared->ranks = Arrivals<LowLatencyDispatchBuffers>(call);
+  const std::vector<int>& here = call.rendezvous->ranks();
   const LowLatencyDispatchBuffers& mine = shared->ranks[here[0]];
   const bool weighted = mine.topk_weights != nullptr;
   const int64_t words = sizes.num_tokens * sizes.top_k * 4;
-  shared->arrays.emplace_back(met, words);
-  if (weighted) shared->arrays.emplace_back(met, words);
+  shared->arrays.emplace_back(call, words);
+  if (weighted) shared->arrays.emplace_back(call, words);
   for (const cpu::Leaf& leaf : mine.leaves) {
-    shared->arrays.emplace_back(met, sizes.num_tokens * leaf.row_bytes);
+    shared->arrays.emplace_back(call, sizes.num_tokens * leaf.row_bytes);
   }
   for (const int rank : here) {
     const LowLatencyDispatchBuffers& buffers = shared->ranks[rank];
@@ -127,9 +128,9 @@ void DispatchBetweenProcesses(const Met& met, const LowLatencySizes& sizes) {
     shape.row_bytes[i] = mine.leaves[i].row_bytes;
   }
   shape.elements[0] = weighted;
-  Post(met, shape, std::move(shares),
-       Then(met, [shared, sizes, weighted, leaves = mine.leaves,
-                  meeting = met.meeting] {
+  Post(call, shape, std::move(shares),
+       Then(call, [shared, sizes, weighted, leaves = mine.leaves,
+                   rendezvous = call.rendezvous] {
          for (size_t rank = 0; rank < shared->ranks.size(); ++rank) {
            LowLatencyDispatchBuffers& buffers = shared->ranks[rank];
            if (buffers.here()) continue;
@@ -146,7 +147,7 @@ void DispatchBetweenProcesses(const Met& met, const LowLatencySizes& sizes) {
            }
          }
          cpu::LowLatencyDispatch(sizes, shared->ranks);
-         meeting->Finish(false);
+         rendezvous->Finish(false);
        }));
 }
 
@@ -184,17 +185,17 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
         (**out.get<ffi::AnyBuffer>(result++)).typed_data<float>();
   }
   return Meet(site, run, ordinal, position, std::move(buffers),
-              [&](const Met& met) {
-                if (!met.local()) return DispatchBetweenProcesses(met, sizes);
+              [&](const HostCall& call) {
+                if (!call.local()) return DispatchBetweenProcesses(call, sizes);
                 cpu::LowLatencyDispatch(
-                    sizes, Arrivals<LowLatencyDispatchBuffers>(met));
-                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+                    sizes, Arrivals<LowLatencyDispatchBuffers>(call));
+                call.rendezvous->Finish(/*on_last_ranks_thread=*/true);
               });
 }
 
 // Weights first, by expert; then everybody's sums for everybody.
 struct CombineCall {
-  Met met;
+  HostCall call;
   LowLatencySizes sizes;
   LowLatencyRows rows;
   std::vector<LowLatencyCombineBuffers> ranks;
@@ -203,62 +204,63 @@ struct CombineCall {
   std::vector<std::vector<std::byte>> mine;  // sums of the ranks here
 };
 
-cpu::CallShape CombineShape(const CombineCall& call) {
-  cpu::CallShape shape = ShapeOf(cpu::Op::kLowLatencyCombine, call.sizes);
+cpu::CallShape CombineShape(const CombineCall& combine) {
+  cpu::CallShape shape = ShapeOf(cpu::Op::kLowLatencyCombine, combine.sizes);
   shape.num_leaves = 1;
-  shape.row_bytes[0] = call.rows.row_bytes;
-  shape.elements[0] = static_cast<int32_t>(call.rows.element);
+  shape.row_bytes[0] = combine.rows.row_bytes;
+  shape.elements[0] = static_cast<int32_t>(combine.rows.element);
   return shape;
 }
 
-void PostArray(const CombineCall& call, const Gathered& array,
+void PostArray(const CombineCall& combine, const Gathered& array,
                std::function<void()> next) {
   std::vector<std::unique_ptr<cpu::Move>> shares;
   shares.push_back(array.MakeMove());
-  Post(call.met, CombineShape(call), std::move(shares),
-       Then(call.met, std::move(next)));
+  Post(combine.call, CombineShape(combine), std::move(shares),
+       Then(combine.call, std::move(next)));
 }
 
-void ExchangeSums(const std::shared_ptr<CombineCall>& call) {
-  const int64_t bytes =
-      call->sizes.num_ranks * call->sizes.num_tokens * call->rows.row_bytes;
-  call->sums = std::make_unique<Gathered>(call->met, bytes);
-  for (const int rank : call->met.meeting->ranks()) {
-    call->mine.emplace_back(bytes);
-    cpu::SumForOthers(call->sizes, call->rows, call->ranks, rank,
-                      call->mine.back().data());
-    call->sums->Set(rank, call->mine.back().data());
+void ExchangeSums(const std::shared_ptr<CombineCall>& combine) {
+  const int64_t bytes = combine->sizes.num_ranks * combine->sizes.num_tokens *
+                        combine->rows.row_bytes;
+  combine->sums = std::make_unique<Gathered>(combine->call, bytes);
+  for (const int rank : combine->call.rendezvous->ranks()) {
+    combine->mine.emplace_back(bytes);
+    cpu::SumForOthers(combine->sizes, combine->rows, combine->ranks, rank,
+                      combine->mine.back().data());
+    combine->sums->Set(rank, combine->mine.back().data());
   }
-  PostArray(*call, *call->sums, [call] {
-    for (size_t rank = 0; rank < call->ranks.size(); ++rank) {
-      call->ranks[rank].sums = (*call->sums)[rank];
+  PostArray(*combine, *combine->sums, [combine] {
+    for (size_t rank = 0; rank < combine->ranks.size(); ++rank) {
+      combine->ranks[rank].sums = (*combine->sums)[rank];
     }
-    cpu::LowLatencyCombine(call->sizes, call->rows, call->ranks);
-    call->met.meeting->Finish(false);
+    cpu::LowLatencyCombine(combine->sizes, combine->rows, combine->ranks);
+    combine->call.rendezvous->Finish(false);
   });
 }
 
-void CombineBetweenProcesses(const Met& met, const LowLatencySizes& sizes,
+void CombineBetweenProcesses(const HostCall& call, const LowLatencySizes& sizes,
                              const LowLatencyRows& rows) {
-  auto call = std::make_shared<CombineCall>(
-      CombineCall{.met = met,
+  auto combine = std::make_shared<CombineCall>(
+      CombineCall{.call = call,
                   .sizes = sizes,
                   .rows = rows,
-                  .ranks = Arrivals<LowLatencyCombineBuffers>(met),
+                  .ranks = Arrivals<LowLatencyCombineBuffers>(call),
                   .weights = nullptr,
                   .sums = nullptr,
                   .mine = {}});
-  if (!sizes.by_expert) return ExchangeSums(call);
-  call->weights =
-      std::make_unique<Gathered>(met, sizes.num_tokens * sizes.top_k * 4);
-  for (const int rank : met.meeting->ranks()) {
-    call->weights->Set(rank, call->ranks[rank].topk_weights);
+  if (!sizes.by_expert) return ExchangeSums(combine);
+  combine->weights =
+      std::make_unique<Gathered>(call, sizes.num_tokens * sizes.top_k * 4);
+  for (const int rank : call.rendezvous->ranks()) {
+    combine->weights->Set(rank, combine->ranks[rank].topk_weights);
   }
-  PostArray(*call, *call->weights, [call] {
-    for (size_t rank = 0; rank < call->ranks.size(); ++rank) {
-      call->ranks[rank].topk_weights = call->weights->operator[]<float>(rank);
+  PostArray(*combine, *combine->weights, [combine] {
+    for (size_t rank = 0; rank < combine->ranks.size(); ++rank) {
+      combine->ranks[rank].topk_weights =
+          combine->weights->operator[]<float>(rank);
     }
-    ExchangeSums(call);
+    ExchangeSums(combine);
   });
 }
 
@@ -288,12 +290,12 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
     return Failed("jax_ep low_latency_combine: rows cannot be summed");
   }
   return Meet(site, run, ordinal, position, std::move(buffers),
-              [&](const Met& met) {
-                if (!met.local())
-                  return CombineBetweenProcesses(met, sizes, rows);
-                cpu::LowLatencyCombine(sizes, rows,
-                                       Arrivals<LowLatencyCombineBuffers>(met));
-                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+              [&](const HostCall& call) {
+                if (!call.local())
+                  return CombineBetweenProcesses(call, sizes, rows);
+                cpu::LowLatencyCombine(
+                    sizes, rows, Arrivals<LowLatencyCombineBuffers>(call));
+                call.rendezvous->Finish(/*on_last_ranks_thread=*/true);
               });
 }
 

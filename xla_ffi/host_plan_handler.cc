@@ -21,13 +21,13 @@ namespace {
 
 // Everybody's ids come here; then the plan of the ranks here is as with all
 // ranks in one process.
-void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
+void PlanBetweenProcesses(const HostCall& call, const cpu::PlanSizes& sizes) {
   struct Shared {
     std::vector<std::vector<std::byte>> elsewhere;
     std::vector<cpu::PlanBuffers> ranks;
   };
   auto shared = std::make_shared<Shared>();
-  shared->ranks = Arrivals<cpu::PlanBuffers>(met);
+  shared->ranks = Arrivals<cpu::PlanBuffers>(call);
   shared->elsewhere.resize(shared->ranks.size());
   const int64_t num_bytes =
       sizes.num_tokens * sizes.top_k * int64_t{sizeof(int32_t)};
@@ -48,15 +48,15 @@ void PlanBetweenProcesses(const Met& met, const cpu::PlanSizes& sizes) {
       .sizes = {sizes.num_tokens, sizes.top_k, sizes.capacity,
                 sizes.num_experts, sizes.expert_alignment}};
   std::vector<std::unique_ptr<cpu::Move>> shares;
-  shares.push_back(cpu::MakePlanMove(met.comm().group_places[met.group],
+  shares.push_back(cpu::MakePlanMove(call.comm().group_places[call.group],
                                      num_bytes, std::move(ids)));
-  Post(met, shape, std::move(shares),
-       [shared, sizes, meeting = met.meeting](const std::string& error) {
-         if (!error.empty()) return meeting->Finish(false, error);
+  Post(call, shape, std::move(shares),
+       [shared, sizes, rendezvous = call.rendezvous](const std::string& error) {
+         if (!error.empty()) return rendezvous->Finish(false, error);
          // Not on the channel's thread: others' rows wait there.
-         meeting->Then([shared, sizes, meeting] {
+         rendezvous->Then([shared, sizes, rendezvous] {
            cpu::Plan(sizes, shared->ranks);
-           meeting->Finish(false);
+           rendezvous->Finish(false);
          });
        });
 }
@@ -80,10 +80,10 @@ ffi::Future Plan(HostCallSite* site, ffi::RunId run, int32_t ordinal,
   auto buffers = std::make_shared<cpu::PlanBuffers>(
       cpu::PlanBuffers{*results, topk_idx.typed_data()});
   return Meet(site, run, ordinal, position, std::move(buffers),
-              [&](const Met& met) {
-                if (!met.local()) return PlanBetweenProcesses(met, sizes);
-                cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(met));
-                met.meeting->Finish(/*on_last_ranks_thread=*/true);
+              [&](const HostCall& call) {
+                if (!call.local()) return PlanBetweenProcesses(call, sizes);
+                cpu::Plan(sizes, Arrivals<cpu::PlanBuffers>(call));
+                call.rendezvous->Finish(/*on_last_ranks_thread=*/true);
               });
 }
 

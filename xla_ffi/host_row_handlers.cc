@@ -98,11 +98,12 @@ void RunParts(const std::vector<int>& here, std::vector<cpu::RowBuffers> ranks,
 }
 
 // All ranks are here.
-void RunRows(const Met& met, const cpu::RowSizes& sizes, RowWork work,
+void RunRows(const HostCall& call, const cpu::RowSizes& sizes, RowWork work,
              ffi::ThreadPool& threads) {
-  RunParts(met.meeting->ranks(), Arrivals<cpu::RowBuffers>(met), sizes, work,
-           threads, [meeting = met.meeting](bool on_last_ranks_thread) {
-             meeting->Finish(on_last_ranks_thread);
+  RunParts(call.rendezvous->ranks(), Arrivals<cpu::RowBuffers>(call), sizes,
+           work, threads,
+           [rendezvous = call.rendezvous](bool on_last_ranks_thread) {
+             rendezvous->Finish(on_last_ranks_thread);
            });
 }
 
@@ -113,10 +114,10 @@ using MakeShare = std::unique_ptr<cpu::Move> (*)(const cpu::GroupPlaces&,
                                                  std::vector<cpu::RowBuffers>,
                                                  cpu::TokenRange);
 
-void PostRows(const Met& met, cpu::Op op, const cpu::RowSizes& sizes,
+void PostRows(const HostCall& call, cpu::Op op, const cpu::RowSizes& sizes,
               const std::vector<cpu::RowBuffers>& ranks, MakeShare make_share,
               std::function<void(const std::string& error)> done) {
-  const cpu::RowBuffers& mine = ranks[met.meeting->ranks()[0]];
+  const cpu::RowBuffers& mine = ranks[call.rendezvous->ranks()[0]];
   cpu::CallShape shape = {
       .op = op,
       .num_leaves = static_cast<int32_t>(mine.leaves.size()),
@@ -130,22 +131,22 @@ void PostRows(const Met& met, cpu::Op op, const cpu::RowSizes& sizes,
   const int64_t num_shares =
       tokens * RowBytes(mine) < kShareBytes
           ? 1
-          : std::min<int64_t>(tokens, met.comm().exchange->num_channels());
+          : std::min<int64_t>(tokens, call.comm().exchange->num_channels());
   std::vector<std::unique_ptr<cpu::Move>> shares;
   for (int64_t i = 0; i < num_shares; ++i) {
     shares.push_back(
-        make_share(met.comm().group_places[met.group], sizes, ranks,
+        make_share(call.comm().group_places[call.group], sizes, ranks,
                    {tokens * i / num_shares, tokens * (i + 1) / num_shares}));
   }
-  Post(met, shape, std::move(shares), std::move(done));
+  Post(call, shape, std::move(shares), std::move(done));
 }
 
 // Rows for ranks here go straight, beside the exchange with other processes.
-void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
+void DispatchBetweenProcesses(const HostCall& call, const cpu::RowSizes& sizes,
                               ffi::ThreadPool& threads) {
-  // Buffers are XLA's again once both halves have ended.
-  struct Halves {
-    std::shared_ptr<cpu::Meeting> meeting;
+  // Buffers are XLA's again once both parts have ended.
+  struct BothParts {
+    std::shared_ptr<cpu::Rendezvous> rendezvous;
     std::mutex mutex;
     int left = 2;
     std::string error;
@@ -155,17 +156,17 @@ void DispatchBetweenProcesses(const Met& met, const cpu::RowSizes& sizes,
       if (error.empty()) error = problem;
       if (--left > 0) return;
       lock.unlock();
-      meeting->Finish(false, error);
+      rendezvous->Finish(false, error);
     }
   };
-  auto halves = std::make_shared<Halves>();
-  halves->meeting = met.meeting;
-  std::vector<cpu::RowBuffers> ranks = Arrivals<cpu::RowBuffers>(met);
-  PostRows(met, cpu::Op::kDispatch, sizes, ranks, cpu::MakeDispatchMove,
-           [halves](const std::string& error) { halves->End(error); });
-  if (!met.meeting->refusal().empty()) return halves->End("");
-  RunParts(met.meeting->ranks(), std::move(ranks), sizes, cpu::Dispatch,
-           threads, [halves](bool) { halves->End(""); });
+  auto parts = std::make_shared<BothParts>();
+  parts->rendezvous = call.rendezvous;
+  std::vector<cpu::RowBuffers> ranks = Arrivals<cpu::RowBuffers>(call);
+  PostRows(call, cpu::Op::kDispatch, sizes, ranks, cpu::MakeDispatchMove,
+           [parts](const std::string& error) { parts->End(error); });
+  if (!call.rendezvous->refusal().empty()) return parts->End("");
+  RunParts(call.rendezvous->ranks(), std::move(ranks), sizes, cpu::Dispatch,
+           threads, [parts](bool) { parts->End(""); });
 }
 
 ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
@@ -184,11 +185,11 @@ ffi::Future Dispatch(HostCallSite* site, ffi::RunId run, int32_t ordinal,
                       .num_recv = num_recv.typed_data(),
                       .leaves = Leaves(in, out, /*capacity_is_out=*/true)});
   return Meet(site, run, ordinal, position, std::move(buffers),
-              [&](const Met& met) {
-                if (met.local()) {
-                  RunRows(met, sizes, cpu::Dispatch, threads);
+              [&](const HostCall& call) {
+                if (call.local()) {
+                  RunRows(call, sizes, cpu::Dispatch, threads);
                 } else {
-                  DispatchBetweenProcesses(met, sizes, threads);
+                  DispatchBetweenProcesses(call, sizes, threads);
                 }
               });
 }
@@ -214,15 +215,16 @@ ffi::Future Combine(HostCallSite* site, ffi::RunId run, int32_t ordinal,
     }
   }
   return Meet(site, run, ordinal, position, std::move(buffers),
-              [&](const Met& met) {
-                if (met.local()) {
-                  return RunRows(met, sizes, cpu::Combine, threads);
+              [&](const HostCall& call) {
+                if (call.local()) {
+                  return RunRows(call, sizes, cpu::Combine, threads);
                 }
-                PostRows(met, cpu::Op::kCombine, sizes,
-                         Arrivals<cpu::RowBuffers>(met), cpu::MakeCombineMove,
-                         [meeting = met.meeting](const std::string& error) {
-                           meeting->Finish(false, error);
-                         });
+                PostRows(
+                    call, cpu::Op::kCombine, sizes,
+                    Arrivals<cpu::RowBuffers>(call), cpu::MakeCombineMove,
+                    [rendezvous = call.rendezvous](const std::string& error) {
+                      rendezvous->Finish(false, error);
+                    });
               });
 }
 

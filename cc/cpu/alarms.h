@@ -18,7 +18,7 @@ class Alarms {
   // When, and which of those at that time.
   using Id = std::pair<Clock::time_point, uint64_t>;
 
-  // One for the process, never destroyed: meetings may outlive every static.
+  // One for the process, never destroyed: rendezvous may outlive every static.
   // Throws std::runtime_error where its thread cannot be started; set-up asks
   // first, so that operations find it running.
   static Alarms& Get();

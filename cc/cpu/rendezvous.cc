@@ -8,8 +8,8 @@
 
 namespace jax_ep::cpu {
 
-Meeting::Meeting(std::string name, const std::vector<int>& ranks,
-                 const WaitLimits& limits)
+Rendezvous::Rendezvous(std::string name, const std::vector<int>& ranks,
+                       const WaitLimits& limits)
     : name_(std::move(name)),
       ranks_(ranks),
       limits_(limits),
@@ -20,28 +20,29 @@ Meeting::Meeting(std::string name, const std::vector<int>& ranks,
       completions_(ranks.size()),
       refusals_(ranks.size()) {}
 
-void Meeting::Watch() {
-  const auto call = [meeting = shared_from_this()](void (Meeting::*what)()) {
-    return [meeting, what] { (*meeting.*what)(); };
+void Rendezvous::Watch() {
+  const auto call = [rendezvous =
+                         shared_from_this()](void (Rendezvous::*what)()) {
+    return [rendezvous, what] { (*rendezvous.*what)(); };
   };
   if (limits_.Warns()) {
     alarms_.push_back(
         Alarms::Get().Set(deadline_ - limits_.timeout + limits_.warn_after,
-                          call(&Meeting::WarnOfMissing)));
+                          call(&Rendezvous::WarnOfMissing)));
   }
-  alarms_.push_back(Alarms::Get().Set(deadline_, call(&Meeting::Expire)));
+  alarms_.push_back(Alarms::Get().Set(deadline_, call(&Rendezvous::Expire)));
 }
 
-void Meeting::Forget() {
+void Rendezvous::Forget() {
   for (const Alarms::Id& alarm : alarms_) Alarms::Get().Cancel(alarm);
 }
 
-size_t Meeting::Position(int rank) const {
+size_t Rendezvous::Position(int rank) const {
   return std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
 }
 
-bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
-                    Completion completion, std::string refusal) {
+bool Rendezvous::Enter(int rank, std::shared_ptr<void> arrival,
+                       Completion completion, std::string refusal) {
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t position = Position(rank);
   came_[position] = true;
@@ -71,7 +72,7 @@ bool Meeting::Enter(int rank, std::shared_ptr<void> arrival,
   return num_arrived_ == static_cast<int>(came_.size());
 }
 
-void Meeting::Finish(bool on_last_ranks_thread, const std::string& error) {
+void Rendezvous::Finish(bool on_last_ranks_thread, const std::string& error) {
   for (size_t i = 0; i < completions_.size(); ++i) {
     if (on_last_ranks_thread && i == last_) continue;
     Complete(i, Outcome(i, error));
@@ -79,40 +80,42 @@ void Meeting::Finish(bool on_last_ranks_thread, const std::string& error) {
   if (on_last_ranks_thread) completions_[last_](Outcome(last_, error));
 }
 
-void Meeting::Complete(size_t position, std::string error) {
+void Rendezvous::Complete(size_t position, std::string error) {
   CompletionThreads::Get().Run(
       {.run =
-           [meeting = shared_from_this(), position, error = std::move(error),
+           [rendezvous = shared_from_this(), position, error = std::move(error),
             completion =
                 std::move(completions_[position])](const std::string& problem) {
              if (problem.empty()) return completion(error);
-             completion(meeting->Call(meeting->ranks_[position]) + " " +
+             completion(rendezvous->Call(rendezvous->ranks_[position]) + " " +
                         problem);
            },
        .warn =
-           [meeting = shared_from_this(), position](const std::string& what) {
-             meeting->Say(std::to_string(meeting->ranks_[position]), what);
+           [rendezvous = shared_from_this(),
+            position](const std::string& what) {
+             rendezvous->Say(std::to_string(rendezvous->ranks_[position]),
+                             what);
            },
        .limits = limits_});
 }
 
-void Meeting::Then(std::function<void()> next) {
+void Rendezvous::Then(std::function<void()> next) {
   CompletionThreads::Get().Run(
       {.run =
-           [meeting = shared_from_this(),
+           [rendezvous = shared_from_this(),
             next = std::move(next)](const std::string& problem) {
              if (problem.empty()) return next();
-             for (size_t i = 0; i < meeting->ranks_.size(); ++i) {
-               meeting->completions_[i](meeting->Call(meeting->ranks_[i]) +
-                                        " " + problem);
+             for (size_t i = 0; i < rendezvous->ranks_.size(); ++i) {
+               rendezvous->completions_[i](
+                   rendezvous->Call(rendezvous->ranks_[i]) + " " + problem);
              }
            },
-       .warn = [meeting = shared_from_this()](
-                   const std::string& what) { meeting->Warn(what); },
+       .warn = [rendezvous = shared_from_this()](
+                   const std::string& what) { rendezvous->Warn(what); },
        .limits = limits_});
 }
 
-void Meeting::Expire() {
+void Rendezvous::Expire() {
   std::vector<std::pair<size_t, std::string>> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +131,7 @@ void Meeting::Expire() {
   for (auto& [position, error] : waiting) Complete(position, std::move(error));
 }
 
-void Meeting::WarnOfMissing() {
+void Rendezvous::WarnOfMissing() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (num_arrived_ == static_cast<int>(came_.size())) return;
   const std::string who = Ranks(/*in_time=*/true);
@@ -137,7 +140,7 @@ void Meeting::WarnOfMissing() {
   Say(who, "missing ranks: " + missing);
 }
 
-void Meeting::Warn(const std::string& what) const {
+void Rendezvous::Warn(const std::string& what) const {
   std::string who;
   for (const int rank : ranks_) {
     who += (who.empty() ? "" : ", ") + std::to_string(rank);
@@ -145,23 +148,23 @@ void Meeting::Warn(const std::string& what) const {
   Say(who, what);
 }
 
-void Meeting::Say(const std::string& who, const std::string& what) const {
+void Rendezvous::Say(const std::string& who, const std::string& what) const {
   const bool several = who.find(',') != std::string::npos;
   limits_.Warn("jax_ep " + name_ + (several ? ": ranks " : ": rank ") + who,
                several, what);
 }
 
-bool Meeting::Has(int rank) {
+bool Rendezvous::Has(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   return came_[Position(rank)];
 }
 
-bool Meeting::complete() {
+bool Rendezvous::complete() {
   std::lock_guard<std::mutex> lock(mutex_);
   return num_arrived_ == static_cast<int>(came_.size());
 }
 
-std::string Meeting::Ranks(bool in_time) const {
+std::string Rendezvous::Ranks(bool in_time) const {
   std::string text;
   for (size_t i = 0; i < came_in_time_.size(); ++i) {
     if (came_in_time_[i] != in_time) continue;
@@ -171,11 +174,12 @@ std::string Meeting::Ranks(bool in_time) const {
   return text;
 }
 
-std::string Meeting::Call(int rank) const {
+std::string Rendezvous::Call(int rank) const {
   return "jax_ep " + name_ + ": rank " + std::to_string(rank);
 }
 
-std::string Meeting::Outcome(size_t position, const std::string& error) const {
+std::string Rendezvous::Outcome(size_t position,
+                                const std::string& error) const {
   std::string what = error;
   if (!refusals_[position].empty()) {
     what = refusals_[position];
@@ -186,49 +190,48 @@ std::string Meeting::Outcome(size_t position, const std::string& error) const {
   return Call(ranks_[position]) + " " + what;
 }
 
-std::string Meeting::Describe(int rank) const {
+std::string Rendezvous::Describe(int rank) const {
   return Call(rank) + " waited " + InSeconds(limits_.timeout) +
          "; missing ranks: " + Ranks(/*in_time=*/false);
 }
 
-std::string Meeting::DescribeLate(int rank, Clock::duration late) const {
+std::string Rendezvous::DescribeLate(int rank, Clock::duration late) const {
   return Call(rank) + " came after its peers had given up: waiting ranks: " +
          Ranks(/*in_time=*/true) + ", for " + InSeconds(limits_.timeout) +
          "; it came " + InSeconds(late) + " later";
 }
 
-Rendezvous::Rendezvous(std::string name,
-                       const std::vector<std::vector<int>>& ranks,
-                       const WaitLimits& limits)
+RendezvousTable::RendezvousTable(std::string name,
+                                 const std::vector<std::vector<int>>& ranks,
+                                 const WaitLimits& limits)
     : name_(std::move(name)), ranks_(ranks), limits_(limits) {}
 
-std::shared_ptr<Meeting> Rendezvous::Enter(int64_t run_id, int group, int rank,
-                                           std::shared_ptr<void> arrival,
-                                           Completion completion,
-                                           std::string refusal) {
-  std::shared_ptr<Meeting> meeting;
+std::shared_ptr<Rendezvous> RendezvousTable::Enter(
+    int64_t run_id, int group, int rank, std::shared_ptr<void> arrival,
+    Completion completion, std::string refusal) {
+  std::shared_ptr<Rendezvous> rendezvous;
   bool last = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const std::pair<int64_t, int> key(run_id, group);
-    const auto [begin, end] = meetings_.equal_range(key);
+    const auto [begin, end] = under_way_.equal_range(key);
     auto found = begin;
     while (found != end && found->second->Has(rank)) ++found;
     if (found == end) {
-      found = meetings_.emplace(
-          key, std::make_shared<Meeting>(name_, ranks_[group], limits_));
+      found = under_way_.emplace(
+          key, std::make_shared<Rendezvous>(name_, ranks_[group], limits_));
       if (ranks_[group].size() > 1) found->second->Watch();
     }
-    meeting = found->second;
-    last = meeting->Enter(rank, std::move(arrival), std::move(completion),
-                          std::move(refusal));
-    // Everybody came: nobody will look for this meeting again.
-    if (meeting->complete()) {
-      meetings_.erase(found);
-      meeting->Forget();
+    rendezvous = found->second;
+    last = rendezvous->Enter(rank, std::move(arrival), std::move(completion),
+                             std::move(refusal));
+    // Everybody came: nobody will look for this rendezvous again.
+    if (rendezvous->complete()) {
+      under_way_.erase(found);
+      rendezvous->Forget();
     }
   }
-  return last ? meeting : nullptr;
+  return last ? rendezvous : nullptr;
 }
 
 }  // namespace jax_ep::cpu

@@ -3,7 +3,7 @@
 // XLA runs calls in different orders on different devices, so a handler must
 // not block: each rank leaves its buffers and a completion, and the last rank
 // to arrive gets all of them to do the work. The thread of alarms warns of a
-// meeting whose last rank does not come, and fails it in the end.
+// rendezvous whose last rank does not come, and fails it in the end.
 #ifndef JAX_EP_CC_CPU_RENDEZVOUS_H_
 #define JAX_EP_CC_CPU_RENDEZVOUS_H_
 
@@ -25,11 +25,11 @@ namespace jax_ep::cpu {
 // Ends one rank's call: with success where the message is empty.
 using Completion = std::function<void(const std::string& error)>;
 
-// One meeting of the ranks that a group has in this process.
-class Meeting : public std::enable_shared_from_this<Meeting> {
+// One rendezvous of the ranks that a group has in this process.
+class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
  public:
-  Meeting(std::string name, const std::vector<int>& ranks,
-          const WaitLimits& limits);
+  Rendezvous(std::string name, const std::vector<int>& ranks,
+             const WaitLimits& limits);
 
   // Sets the alarms, and cancels them. Nobody enters meanwhile.
   void Watch();
@@ -107,20 +107,20 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   std::string refusal_;
 };
 
-// The meetings of one call site: one for each run and group in flight.
-class Rendezvous {
+// The rendezvous of one call site: one for each run and group in flight.
+class RendezvousTable {
  public:
   // `name` is what errors call the site, such as "dispatch (channel 7)";
   // `ranks` are those of each group that are in this process.
-  Rendezvous(std::string name, const std::vector<std::vector<int>>& ranks,
-             const WaitLimits& limits);
+  RendezvousTable(std::string name, const std::vector<std::vector<int>>& ranks,
+                  const WaitLimits& limits);
 
   // Enters `rank` of `group` in run `run_id`. Where it is the last, returns the
-  // meeting, whose Finish() the caller owes; else nullptr. Never blocks.
-  // `refusal` as in Meeting::Enter().
-  std::shared_ptr<Meeting> Enter(int64_t run_id, int group, int rank,
-                                 std::shared_ptr<void> arrival,
-                                 Completion completion, std::string refusal);
+  // rendezvous, whose Finish() the caller owes; else nullptr. Never blocks.
+  // `refusal` as in Rendezvous::Enter().
+  std::shared_ptr<Rendezvous> Enter(int64_t run_id, int group, int rank,
+                                    std::shared_ptr<void> arrival,
+                                    Completion completion, std::string refusal);
 
  private:
   const std::string name_;
@@ -128,8 +128,9 @@ class Rendezvous {
   const WaitLimits limits_;
   std::mutex mutex_;
   // A loop meets again at the same site in the same run. Rank r joins the first
-  // meeting that it has not been to.
-  std::multimap<std::pair<int64_t, int>, std::shared_ptr<Meeting>> meetings_;
+  // rendezvous that it has not been to.
+  std::multimap<std::pair<int64_t, int>, std::shared_ptr<Rendezvous>>
+      under_way_;
 };
 
 }  // namespace jax_ep::cpu

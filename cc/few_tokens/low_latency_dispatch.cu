@@ -7,7 +7,8 @@
 //         store this rank's own rows too. By expert a receiving block first
 //         counts the ids of all ranks, from which the places of its tokens
 //         follow, and copies its share of the own rows straight from x. In each
-//         block the clerk keeps the launch in step (cc/few_tokens/window.cuh).
+//         block the control warp keeps the launch in step
+//         (cc/few_tokens/window.cuh).
 // Reads:  x, topk_idx, topk_weights; this rank's windows. Writes: the peers'
 //         windows; rows, scales, counts, places, recv_weights of this rank.
 //         Rows that nothing came to are not written.

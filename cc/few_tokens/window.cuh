@@ -26,8 +26,8 @@
 
 namespace jax_ep {
 
-// Warps of a block that work on rows; one more, the clerk, keeps the launch in
-// step with others.
+// Warps of a block that work on rows; one more, the control warp, keeps the
+// launch in step with others.
 inline constexpr int kWorkWarps = 15;
 inline constexpr int kWorkThreads = kWorkWarps * kWarpSize;
 inline constexpr int kWindowThreads = kWorkThreads + kWarpSize;
@@ -261,11 +261,11 @@ static __device__ __forceinline__ void WarpDone(const Window& window) {
   }
 }
 
-// The clerk of a block. Block 0's tells the peers that this operation has begun
-// here; that of block `first_receiver` waits until it has begun on all ranks,
-// so that no rank ends an operation that a peer has not begun. Release and
-// acquire: a rank that writes into a window in its operation after the next has
-// seen that its reader was through with it.
+// The control warp of a block. Block 0's tells the peers that this operation
+// has begun here; that of block `first_receiver` waits until it has begun on
+// all ranks, so that no rank ends an operation that a peer has not begun.
+// Release and acquire: a rank that writes into a window in its operation after
+// the next has seen that its reader was through with it.
 //
 // The last block to begin advances the epoch, for then all have read it. That
 // nothing else uses the windows meanwhile is a rule for callers; it is told

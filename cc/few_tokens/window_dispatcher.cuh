@@ -97,12 +97,13 @@ struct WindowDispatcher : WindowWorker<DispatchLaunch> {
   }
 
   // An expert id and its weight.
-  struct Small {
+  struct IdAndWeight {
     uint32_t id;
     uint32_t weight;
   };
-  __device__ Small SmallOf(int32_t i) const;
-  __device__ void SendSmall(int32_t thread, int32_t threads, Small small) const;
+  __device__ IdAndWeight IdAndWeightOf(int32_t i) const;
+  __device__ void SendIdAndWeight(int32_t thread, int32_t threads,
+                                  IdAndWeight pair) const;
   __device__ void Send() const;
   __device__ void SendItem(const Item& item, uint64_t ranks,
                            const Units& units) const;
@@ -123,8 +124,8 @@ struct WindowDispatcher : WindowWorker<DispatchLaunch> {
 };
 
 template <typename Source, bool kByExpert>
-__device__ typename WindowDispatcher<Source, kByExpert>::Small
-WindowDispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
+__device__ typename WindowDispatcher<Source, kByExpert>::IdAndWeight
+WindowDispatcher<Source, kByExpert>::IdAndWeightOf(int32_t i) const {
   if (i >= num_tokens * top_k) return {};
   return {static_cast<uint32_t>(__ldg(params.base.topk_idx + i)),
           kByExpert || params.topk_weights == nullptr
@@ -132,18 +133,18 @@ WindowDispatcher<Source, kByExpert>::SmallOf(int32_t i) const {
               : __float_as_uint(__ldg(params.topk_weights + i))};
 }
 
-// Ids and weights of all tokens to all peers. `small` is the thread's first.
+// Ids and weights of all tokens to all peers. `pair` is the thread's first.
 template <typename Source, bool kByExpert>
-__device__ void WindowDispatcher<Source, kByExpert>::SendSmall(
-    int32_t thread, int32_t threads, Small small) const {
+__device__ void WindowDispatcher<Source, kByExpert>::SendIdAndWeight(
+    int32_t thread, int32_t threads, IdAndWeight pair) const {
   ForEach(thread, threads, num_tokens * top_k, [&](int32_t i) {
-    if (i != thread) small = SmallOf(i);
+    if (i != thread) pair = IdAndWeightOf(i);
     for (int32_t p = 1; p < num_ranks; ++p) {
       const int32_t peer = me + p < num_ranks ? me + p : me + p - num_ranks;
-      ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(small.id));
+      ptx::StoreRelaxedSys(window.Words(peer, me) + i, window.Word(pair.id));
       if (!kByExpert && params.topk_weights != nullptr) {
         ptx::StoreRelaxedSys(window.Weights(peer, me) + i,
-                             window.Word(small.weight));
+                             window.Word(pair.weight));
       }
     }
   });
@@ -172,7 +173,8 @@ __device__ void WindowDispatcher<Source, kByExpert>::Send() const {
       kByExpert && num_ranks == 1 ? 0 : num_tokens * launch.num_chunks;
   // What others wait for longest is asked for first.
   const int32_t thread = index * kWarpSize + lane;
-  const Small small = num_ranks == 1 ? Small{} : SmallOf(thread);
+  const IdAndWeight pair =
+      num_ranks == 1 ? IdAndWeight{} : IdAndWeightOf(thread);
   bool begun = false;
   for (int32_t base = index; base < num_items || !begun;
        base += kBatch * count) {
@@ -189,7 +191,7 @@ __device__ void WindowDispatcher<Source, kByExpert>::Send() const {
     // While the rows are on their way here.
     if (!begun) {
       HasEpoch(window);
-      SendSmall(thread, count * kWarpSize, small);
+      SendIdAndWeight(thread, count * kWarpSize, pair);
     }
     begun = true;
 #pragma unroll

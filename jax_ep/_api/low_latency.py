@@ -15,14 +15,11 @@ import jax.numpy as jnp
 
 from jax_ep._api.planning import as_int32
 from jax_ep._data import checks
-from jax_ep._data.checks import MAX_TOP_K
+from jax_ep._data.limits import MAX_COUNTED_EXPERTS, MAX_TOP_K
 from jax_ep._operations import fp8, low_latency
 from jax_ep._setup.low_latency_buffer import LowLatencyBuffer
 
 Layout = Literal["expert", "rank"]
-
-# kMaxCountedExperts in cc/few_tokens/low_latency.h.
-_MAX_COUNTED_EXPERTS = 4096
 
 
 @jax.tree_util.register_dataclass
@@ -133,10 +130,10 @@ def low_latency_dispatch(
         )
     by_expert = layout == "expert"
     counted = buffer.comm.num_ranks * buffer.num_local_experts
-    if by_expert and counted > _MAX_COUNTED_EXPERTS:
+    if by_expert and counted > MAX_COUNTED_EXPERTS:
         raise ValueError(
             "jax_ep.low_latency_dispatch: layout 'expert' takes at most "
-            f"{_MAX_COUNTED_EXPERTS} experts, found {counted}; take layout 'rank'"
+            f"{MAX_COUNTED_EXPERTS} experts, found {counted}; take layout 'rank'"
         )
     if topk_weights is not None:
         if by_expert:

@@ -19,7 +19,7 @@ from jax_ep._api.plan_options import (
     plan_options,
 )
 from jax_ep._data import checks
-from jax_ep._data.checks import MAX_TOP_K
+from jax_ep._data.limits import MAX_TOP_K
 from jax_ep._data.plan import Plan
 from jax_ep._data.sizes import Defaults
 from jax_ep._operations import (

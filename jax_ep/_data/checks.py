@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from jax_ep._data import limits
+
 if TYPE_CHECKING:
     from jax_ep._data.plan import Plan
     from jax_ep._data.ranks import Ranks
@@ -77,8 +79,6 @@ def check_inside_shard_map(comm: Ranks, op: str) -> None:
 
 
 # Rows and slots are numbered by int32.
-# kMaxTopK in cc/layout/limits.h.
-MAX_TOP_K = 32
 INT32_MAX = 2**31 - 1
 # What the plan's kernel divides by multiplication; far above real models.
 _MAXIMUM = 2**16
@@ -127,16 +127,12 @@ def check_small_integer(op: str, name: str, value: Any) -> int:
     return result
 
 
-# kMaxLocalExperts in cc/layout/experts.h.
-_MAX_LOCAL_EXPERTS = 2048
-
-
 def check_places(op: str, plan: Plan) -> None:
     """Raises ValueError where the pairs of `plan` cannot be numbered."""
     local_experts = plan.group_sizes.shape[0]
-    if local_experts > _MAX_LOCAL_EXPERTS:
+    if local_experts > limits.MAX_LOCAL_EXPERTS:
         raise ValueError(
-            f"jax_ep.{op}: a rank must own at most {_MAX_LOCAL_EXPERTS} experts, "
+            f"jax_ep.{op}: a rank must own at most {limits.MAX_LOCAL_EXPERTS} experts, "
             f"found {local_experts}"
         )
     places = plan.capacity * plan.top_k + local_experts * plan.expert_alignment

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep._data.limits import MAX_LEAVES
 from jax_ep._data.ranks import named_axes
 
 if TYPE_CHECKING:
     from jax_ep._data.ranks import Ranks
-
-# Leaves that one launch carries: kMaxLeaves in cc/layout/limits.h.
-MAX_LEAVES = 16
 
 SUMMABLE = frozenset(
     jnp.dtype(name)

@@ -97,7 +97,7 @@ def done(
 def tie(
     signals: Sequence[jax.Array], arrays: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same, but none is there before all are."""
+    """Identity, but no result is ready before all operands are."""
     if not (signals and arrays):
         return list(signals), list(arrays)
     outputs = bind("ep_tie", *signals, *arrays, num_signals=len(signals))

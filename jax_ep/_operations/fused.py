@@ -24,10 +24,10 @@ import jax
 import numpy as np
 
 from jax_ep._data import native
+from jax_ep._data.limits import MAX_LEAVES
 from jax_ep._data.sizes import row_bytes
 from jax_ep._operations import exchanges, experts
 from jax_ep._operations.arrays import (
-    MAX_LEAVES,
     bind_rows,
     launches,
     make_varying,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep._data.limits import MAX_IN_FLIGHT
 from jax_ep._data.ranks import collective_axes
 from jax_ep._data.sizes import row_bytes
 from jax_ep._operations import exchanges
@@ -131,9 +132,8 @@ def combine_reference(*operands, comm, **sizes):
 _MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 8
 # Chunks that have a place in staging memory, unless num_channels says so; and the
-# most of them: kMaxInFlight in cc/nodes/node_moves.h.
+# most of them: MAX_IN_FLIGHT.
 _IN_FLIGHT = 3
-_MOST_IN_FLIGHT = 8
 
 
 def chunks(comm: Ranks, block: int, row_bytes: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def chunks(comm: Ranks, block: int, row_bytes: int) -> tuple[int, int]:
     count = min(max(1, block * row_bytes // _MIN_CHUNK_BYTES), _MAX_CHUNKS, block)
     rows = -(-block // count)
     crossing = -(-block // rows) * (comm.num_nodes - 1)
-    return rows, min(comm._num_channels or _IN_FLIGHT, crossing, _MOST_IN_FLIGHT)
+    return rows, min(comm._num_channels or _IN_FLIGHT, crossing, MAX_IN_FLIGHT)
 
 
 def _chunks(avals, comm, num_tokens) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Operation:
         that it is made of.
       routing: names of the operands that stand before the leaves.
       native: the custom call that does it; None: there is only the reference.
-      collective: every call is a meeting of ranks, which equal calls do not share.
+      collective: every call is a rendezvous of ranks, which equal calls do not share.
       num_fields: results that stand before the rows.
       transpose: the operation that is its transpose, with the same routing and
         parameters; None where `back` says it, or where it has none.

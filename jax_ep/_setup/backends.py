@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jax_ep._data import limits
 from jax_ep._data.ranks import Part
 from jax_ep._setup import (
     bootstrap,
@@ -21,8 +22,8 @@ from jax_ep._setup import (
     staging,
     topology,
 )
-from jax_ep._setup.held import Memory
 from jax_ep._setup.links import Links
+from jax_ep._setup.native_resource import Memory
 from jax_ep._setup.topology import MeshPlaces
 
 _next_id = 1
@@ -448,7 +449,7 @@ def agree_on_id(peers: bootstrap.Processes | None, what: str) -> int:
 
 
 def _check_nodes(job: Job, size: int) -> None:
-    where, most = "jax_ep.Communicator", peer_memory.MAX_RANKS
+    where, most = "jax_ep.Communicator", limits.MAX_RANKS
     number = job.num_ranks // size
     if size > most and number == 1:
         raise ValueError(

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jax_ep._setup import backends, bootstrap, topology
-from jax_ep._setup.held import Held
+from jax_ep._setup.native_resource import NativeResource
 from jax_ep._setup.request import Request
 
 
-class Communicator(Held):
+class Communicator(NativeResource):
     """The ranks along one mesh axis or several, set up once, outside jit.
 
     Eager and collective: every process creates (and closes) its communicators

@@ -9,18 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._data import checks, native
+from jax_ep._data import checks, limits, native
 from jax_ep._setup import backends, bootstrap, reach, window_memory
 from jax_ep._setup.communicator import Communicator
-from jax_ep._setup.held import Held
 from jax_ep._setup.links import Links
+from jax_ep._setup.native_resource import NativeResource
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
-# kMaxRanksOfWord in cc/layout/limits.h.
-_MAX_RANKS = 64
 
 
-class LowLatencyBuffer(Held):
+class LowLatencyBuffer(NativeResource):
     """Memory through which the rows of low-latency operations travel.
 
     Eager and collective, as a `Communicator`: every process makes (and closes) its
@@ -84,11 +82,11 @@ class LowLatencyBuffer(Held):
                 f"{comm.num_nodes} nodes; between nodes take jax_ep.dispatch and "
                 "jax_ep.combine"
             )
-        if comm.num_ranks > _MAX_RANKS:
+        if comm.num_ranks > limits.MAX_RANKS_OF_WORD:
             raise ValueError(
-                f"jax_ep.LowLatencyBuffer: the communicator must have at most "
-                f"{_MAX_RANKS} ranks, found {comm.num_ranks}; take jax_ep.dispatch and "
-                "jax_ep.combine"
+                "jax_ep.LowLatencyBuffer: the communicator must have at most "
+                f"{limits.MAX_RANKS_OF_WORD} ranks, found {comm.num_ranks}; take "
+                "jax_ep.dispatch and jax_ep.combine"
             )
         self.comm = comm
         self.max_tokens = checks.check_integer(name, "max_tokens", max_tokens, 1)
@@ -179,7 +177,7 @@ class LowLatencyBuffer(Held):
     def _check_numbers(self) -> None:
         """Kernels count rows of all ranks and experts, and parts of rows, in int32."""
         chunks = -(-self._columns * self.dtype.itemsize // (16 * 96))
-        widest = max(self.num_local_experts, chunks, checks.MAX_TOP_K)
+        widest = max(self.num_local_experts, chunks, limits.MAX_TOP_K)
         most = checks.INT32_MAX // (self.comm.num_ranks * widest)
         if self.max_tokens > most:
             raise ValueError(

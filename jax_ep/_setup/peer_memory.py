@@ -17,13 +17,11 @@ from jax_ep._data import native
 from jax_ep._setup import bootstrap, gpu_memory, reach
 from jax_ep._setup.bootstrap import CannotWork
 from jax_ep._setup.gpu_memory import call
-from jax_ep._setup.held import Memory
 from jax_ep._setup.links import Links, receive_descriptor, send_descriptor
-from jax_ep._setup.reach import Groups, Told
+from jax_ep._setup.native_resource import Memory
+from jax_ep._setup.reach import CaughtError, Groups
 from jax_ep._setup.topology import MeshPlaces
 
-# kMaxRanks in cc/layout/limits.h: an NVLink domain has up to 72.
-MAX_RANKS = 96
 # What the maker of shared control memory writes behind it, and its users read.
 _PROOF_BYTES = 128
 # struct Region in cc/handshake/peer_view.h.
@@ -154,7 +152,7 @@ class SetUp:
         staging = self._choose_channels(num_channels)
         mine: Offers = {}
         try:
-            with Told() as told:
+            with CaughtError() as told:
                 self._test_and_connect()
                 self._allocate()
                 self._share(staging, mine)
@@ -395,7 +393,7 @@ class SetUp:
             if self.processes is None:
                 self._register(identity, timeout_s, warn_after_s, undo)
             else:
-                with Told() as told:
+                with CaughtError() as told:
                     self._register(identity, timeout_s, warn_after_s, undo)
                 # Nobody begins before everybody has mapped.
                 self.processes.gather("ready", None, told.problem)

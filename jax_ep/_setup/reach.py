@@ -43,7 +43,7 @@ def unsupported_reason(groups: Groups) -> str | None:
 def places(groups: Groups, processes: bootstrap.Processes) -> Places:
     """Where the GPUs of all processes are. Collective."""
     mine: dict[str, Place] = {}
-    with Told() as told:
+    with CaughtError() as told:
         driver = gpu_memory.driver()
         for device in local(groups):
             mine[str(device.id)] = _place(driver, device.local_hardware_id)
@@ -68,7 +68,7 @@ def unsupported_between(
       processes: who takes part.
     """
     problem, asked = None, _Asked([], [], None)
-    with Told() as told:
+    with CaughtError() as told:
         problem, asked = _ask_between(groups, where)
     try:
         answers = processes.gather(
@@ -105,7 +105,7 @@ def why_torn(groups: Groups, where: Places) -> str | None:
     return f"no NVLink between devices {_some(missing)}" if missing else None
 
 
-class Told(contextlib.AbstractContextManager):
+class CaughtError(contextlib.AbstractContextManager):
     """Keeps an error of its block in words, to tell the other processes.
 
     Attributes:

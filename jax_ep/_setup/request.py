@@ -12,7 +12,7 @@ from jax_ep._data import checks
 from jax_ep._data.ranks import named_axes
 from jax_ep._setup import backends, topology
 
-# kMaxRanks in cc/layout/limits.h bounds ranks of a node, and nodes, each.
+# limits.MAX_RANKS bounds ranks of a node, and nodes, each.
 _MAX_RANKS = 1024
 # A wait inside an operation that takes longer says so on stderr.
 _WARN_AFTER_S = 30.0

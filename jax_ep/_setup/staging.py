@@ -11,8 +11,8 @@ import jax
 
 from jax_ep._data import native
 from jax_ep._setup import bootstrap
-from jax_ep._setup.held import Memory
 from jax_ep._setup.links import Links, create_shared_memory, exchange_shared_memory
+from jax_ep._setup.native_resource import Memory
 from jax_ep._setup.topology import MeshPlaces
 
 _DEFAULT_CHANNELS = 2

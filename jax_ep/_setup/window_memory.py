@@ -11,7 +11,7 @@ from jax_ep._setup import bootstrap, gpu_memory, reach
 from jax_ep._setup.gpu_memory import call
 from jax_ep._setup.links import Links
 from jax_ep._setup.peer_memory import Offers, SetUp, close_files
-from jax_ep._setup.reach import Groups, Told
+from jax_ep._setup.reach import CaughtError, Groups
 from jax_ep._setup.topology import MeshPlaces
 
 
@@ -79,7 +79,7 @@ class _WindowSetUp(SetUp):
             return
         mine: Offers = {}
         try:
-            with Told() as told:
+            with CaughtError() as told:
                 self._allocate()
                 self._share(0, mine)
             self._exchange(mine, told.problem)

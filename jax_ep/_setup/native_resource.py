@@ -27,7 +27,7 @@ class Memory:
     exported: frozenset[int] = frozenset()
 
 
-class Held:
+class NativeResource:
     """Something native, given back by close() or when the last reference goes.
 
     Attributes:
