@@ -141,6 +141,17 @@ class Steps:
             dtype=self.dtype,
         )
 
+        shape = (
+            comm.num_ranks * options.sequences,
+            options.context,
+            config.kv_heads,
+            config.head,
+        )
+        self._draw = jax.jit(
+            lambda key: jax.random.normal(key, shape, self.dtype),
+            out_shardings=NamedSharding(comm.mesh, P(AXIS)),
+        )
+
     def low_latency(self, experts, x, topk_idx, topk_weights, *, free=False):
         """The experts' layer as examples/published decodes with it."""
         rows, counts, handle = jax_ep.low_latency_dispatch(
@@ -190,20 +201,8 @@ class Steps:
         split = NamedSharding(self.comm.mesh, P(AXIS))
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, self.config.vocabulary, ranks * self.sequences)
-        shape = (
-            ranks * self.sequences,
-            self.context,
-            self.config.kv_heads,
-            self.config.head,
-        )
-        full = jax.jit(
-            lambda keys: [
-                tuple(jax.random.normal(key, shape, self.dtype) for key in pair)
-                for pair in keys
-            ],
-            out_shardings=split,
-        )
-        caches = full(list(jax.random.split(jax.random.key(1), (layers, 2))))
+        keys = jax.random.split(jax.random.key(1), (layers, 2))
+        caches = [tuple(self._draw(key) for key in pair) for pair in keys]
         return jax.device_put(np.int32(tokens), split), caches
 
     def _lower(self, expert_layer, params):

@@ -10,9 +10,11 @@ logs; what still runs at the end is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -63,10 +65,16 @@ def two_gpus() -> tuple[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on now.
+
+    Below those that the system hands out, and at random: what it names as free is the
+    first that another process gets that asks, before the one here listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def gpu_job(
