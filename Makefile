@@ -12,6 +12,9 @@
 #
 # Another Python or JAX goes into an environment of its own:
 #   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-jax-0.11.2
+#
+# CUDA kernels are compiled for the GPUs of this machine; without a driver they are
+# left out. For every kind of GPU, as in CI and in wheels: make install KERNELS=all
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,6 +24,8 @@ JAX ?=
 # for this machine's driver, and nothing where there is no driver.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n \
 	's/.*CUDA Version: \([0-9]*\)\..*/cuda\1/p' | head -n 1)
+# What CUDA kernels are compiled for: `native` or `all`.
+KERNELS ?= $(if $(CI),all,native)
 # Empty: install a wheel, as users get it; the sources are not used in place.
 EDITABLE ?= -e
 PYTEST_ARGS ?=
@@ -35,6 +40,25 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 comma := ,
 EXTRAS := test,examples$(if $(filter cuda12 cuda13,$(CUDA)),$(comma)$(CUDA))
 
+# 9.0 is 90a: those two have instructions that only they understand.
+CAPABILITIES := $(sort $(shell nvidia-smi --query-gpu=compute_cap \
+	--format=csv,noheader 2>/dev/null | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/\1\2/p'))
+ARCHITECTURES := $(addsuffix -real,\
+	$(patsubst 100,100a,$(patsubst 90,90a,$(CAPABILITIES))))
+empty :=
+space := $(empty) $(empty)
+ifeq ($(KERNELS),all)
+  KERNEL_ARGS :=
+else ifneq ($(ARCHITECTURES),)
+  KERNEL_ARGS := -DCMAKE_CUDA_ARCHITECTURES=$(subst $(space),;,$(ARCHITECTURES))
+  KERNEL_NOTE := CUDA kernels are compiled for $(ARCHITECTURES)
+else
+  KERNEL_ARGS := -DJAX_EP_CUDA=OFF
+  KERNEL_NOTE := No NVIDIA driver here: CUDA kernels are left out
+endif
+# A stamp for each choice of kernels: another one builds anew.
+INSTALLED := $(VENV)/.installed-$(KERNELS)
+
 sources = $(shell find $(1) -type f \( $(2) \) 2>/dev/null | sort)
 NATIVE := CMakeLists.txt $(call sources,cc xla_ffi,\
 	-name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
@@ -47,16 +71,16 @@ BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
 .PHONY: demo test test-gpu lint lint-python lint-types lint-cpp lint-bazel format \
 	install clean
 
-demo: $(VENV)/.installed
+demo: $(INSTALLED)
 	$(BIN)/python examples/train_moe_lm.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed
+test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-gpu: $(VENV)/.installed
+test-gpu: $(INSTALLED)
 	$(BIN)/python tests/run_gpu.py $(GPU_ARGS)
 
-install: $(VENV)/.installed
+install: $(INSTALLED)
 
 # `make -k lint` goes on after a part that fails.
 lint: lint-python lint-types lint-cpp lint-bazel
@@ -111,9 +135,11 @@ $(DEPENDENCIES): requirements/test.txt
 
 # Editable: Python sources are used where they are, and the native modules are
 # built again when one of their sources is newer than the stamp.
-$(VENV)/.installed: $(DEPENDENCIES) pyproject.toml $(NATIVE) \
+$(INSTALLED): $(DEPENDENCIES) pyproject.toml $(NATIVE) \
 	$(if $(EDITABLE),,$(call sources,jax_ep,-name '*.py'))
-	$(PIP) install --no-compile $(EDITABLE) '.[$(EXTRAS)]'
+	$(if $(KERNEL_ARGS),@echo "$(KERNEL_NOTE); make KERNELS=all compiles all")
+	CMAKE_ARGS="$(KERNEL_ARGS) $$CMAKE_ARGS" \
+	  $(PIP) install --no-compile $(EDITABLE) '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.lint: $(DEPENDENCIES) requirements/lint.txt Makefile
