@@ -2,7 +2,7 @@
 
 No plan is made before: rows go to fixed slots of memory that a `LowLatencyBuffer`
 holds on every rank, and the receiver's side does the rest. For large T the plan and
-the operations made of it are faster; README says which to take when.
+the operations made of it are faster; docs/guide.md says which to take when.
 """
 
 from __future__ import annotations
