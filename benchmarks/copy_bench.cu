@@ -8,7 +8,7 @@
 // memory), an event, `launches` kernels back to back, an event. The gate opens
 // when all of it is enqueued, so the GPUs start together and the host is never
 // part of the time. Kernels are loaded before a gate is closed, because loading
-// one behind a waiting kernel can dead-lock. Every wait is bounded.
+// one behind a waiting kernel can deadlock. Every wait is bounded.
 
 #include <cuda_runtime.h>
 

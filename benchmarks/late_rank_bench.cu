@@ -376,7 +376,7 @@ double Median(std::vector<Rank>& ranks, uint32_t* gate, double late_ms) {
 }  // namespace
 
 int main() {
-  // To load a kernel behind one that waits can dead-lock.
+  // To load a kernel behind one that waits can deadlock.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   std::vector<Rank> ranks(kRanks);
   SetUp(ranks);

@@ -9,7 +9,7 @@ namespace jax_ep {
 // Runs plan, dispatch, plan_dispatch, combine, expert_rows and dispatch_permute
 // on GPU `ordinal` with one rank and checks the rows. Returns what is wrong in
 // words, or "" where nothing is. Allocates and synchronises: for set-up only. A
-// kernel that is first loaded later would dead-lock behind one that waits for
+// kernel that is first loaded later would deadlock behind one that waits for
 // it.
 std::string SelfTest(int ordinal);
 

@@ -24,7 +24,7 @@ constexpr int64_t kParallelBytes = 1 << 20;
 
 // Runs `work(rows, index, count)` over all rows, with the help of XLA's threads
 // where that is worth it. Waits only for parts that run already, so it cannot
-// dead-lock whatever else those threads do.
+// deadlock whatever else those threads do.
 void ForEachPart(
     ffi::ThreadPool& threads, int64_t num_rows, int64_t bytes,
     const std::function<void(cpu::RowRange, int64_t, int64_t)>& work) {

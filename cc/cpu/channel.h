@@ -3,7 +3,7 @@
 //
 // A call begins with an announcement to every process of its group, and rows
 // only move between two processes once both have announced it. See
-// docs/design.md for why no order of calls can dead-lock.
+// docs/design.md for why no order of calls can deadlock.
 #ifndef JAX_EP_CC_CPU_CHANNEL_H_
 #define JAX_EP_CC_CPU_CHANNEL_H_
 

@@ -4,7 +4,7 @@
 // that may block, say in one of XLA's collectives, until other devices come
 // along. So each end gets a thread of its own: idle ones are used again, and
 // where none is idle a new one is started. A pool of any fixed size would
-// dead-lock.
+// deadlock.
 //
 // Where the system gives no thread, ends wait their turn: for a thread that has
 // done with another end, or until one can be started, which is tried again and

@@ -23,7 +23,7 @@
 //         places or workspace are touched after its kernel has ended, and the
 //         second launch finds all rows.
 //
-// Why nothing dead-locks: as in dispatch, movers wait for all peers to begin
+// Why nothing deadlocks: as in dispatch, movers wait for all peers to begin
 // and the last block waits for all peers to end. Apart from that a block waits
 // for block 0 of its launch, which has begun before it; for at most
 // kPatienceNs, for all movers of all peers to begin; and for rows, if these

@@ -156,7 +156,7 @@ struct Window {
   __builtin_unreachable();
 }
 
-// The patience of one wait, which begins with its first look in vain.
+// The patience of one wait, which begins when its first look finds nothing.
 struct Patience {
   const char* step;
   int32_t peer;

@@ -63,7 +63,7 @@ struct NodeRows {
 };
 
 // Each says what went wrong, "" where nothing did. What is enqueued then is
-// part of the operation, and the peers run into their time-outs.
+// part of the operation, and the peers run into their timeouts.
 std::string NodeDispatch(const NodeRows& params, Wire& wire,
                          const NodeEvents& events, cudaStream_t stream);
 std::string NodeCombine(const NodeRows& params, Wire& wire,

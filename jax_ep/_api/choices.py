@@ -21,7 +21,7 @@ _LOW_BITS = 12
 
 
 def permute_weights(weights: jax.Array, plan: Plan) -> jax.Array:
-    """The weight of each expert row, beside the rows that `permute` makes.
+    """The weight of each expert row, in the order of the rows that `permute` makes.
 
     For experts that scale their inputs, or that apply the router's weights
     themselves; `unpermute` is then called without weights. Local to a device. With
@@ -75,8 +75,8 @@ def combine_choices(tree: Any, plan: Plan) -> Any:
     one for each choice. Bits travel as in `combine` of one term. Pads and dropped
     places are never read.
 
-    Cost, beside `unpermute` and `combine` of T * K rows: the pairs are numbered twice
-    more, in integers, and a `combine` of 12 * K bytes a row tells each choice where
+    Cost, in addition to `unpermute` and `combine` of T * K rows: the pairs are numbered
+    twice more, in integers, and a `combine` of 12 * K bytes a row tells each choice where
     its row stands. Between nodes, and of replicated tokens, each row goes home with
     room for all K outputs, K times the bytes of `combine`, and a lone -0.0 may come as
     0.0.

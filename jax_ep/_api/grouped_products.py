@@ -141,7 +141,7 @@ def gated_mlp(
 
     Derivative: of every kind and order. Reverse mode keeps rows, gate and up, and
     computes hidden values again; under jax.checkpoint it keeps rows alone and
-    computes gate and up again, at the cost of two more products beside nine. In FP8
+    computes gate and up again: eleven products in place of nine. In FP8
     reverse mode only, straight through: the gradient of the MLP in bfloat16 at the
     dequantised rows, and at the matrices as they were given (`Fp8Weights`:
     dequantised, and without a gradient of their own). It keeps rows in FP8, and

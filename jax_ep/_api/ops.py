@@ -112,7 +112,7 @@ def plan_dispatch(
 
     Derivative: that of the two. The plan has none; the rows are linear in `tree`,
     with the transpose `combine`. (`jax.linear_transpose` of a function that uses
-    the plan for more wants the two calls.)
+    the plan for more needs the two calls.)
     """
     options = plan_options("plan_dispatch", options, keywords, expert_alignment=1)
     if options.tokens != "split":

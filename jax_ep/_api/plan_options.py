@@ -30,7 +30,7 @@ class PlanOptions:
         busy: capacity = factor * pairs, at most R * T, and expert_capacity =
         factor * pairs plus the pads. 1 is enough for perfect balance.
       expert_alignment: group_sizes is rounded up to a multiple of it. None: what
-        `ragged_dot` and `gated_mlp` want of groups: 128 on GPUs, 64 where an expert
+        `ragged_dot` and `gated_mlp` need: 128 on GPUs, 64 where an expert
         has 48 (token, k) pairs or fewer on average and products are not in FP8, and 1
         elsewhere; 1 with an expert_capacity that is no multiple of that.
       expert_capacity: S >= 1, a multiple of expert_alignment, the rows that

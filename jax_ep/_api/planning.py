@@ -376,7 +376,7 @@ def _limit(
 def _best_alignment(
     comm: Communicator, expert_capacity: Any, drop_order: DropOrder, pairs: float
 ) -> int:
-    """What products want of groups of so many pairs, where S lets them have it."""
+    """The alignment that products need for groups of so many pairs, if S allows it."""
     checks.check_static("make_plan", "expert_capacity", expert_capacity)
     if drop_order == "source" and expert_capacity is not None:
         return 1  # Pads would take room from pairs.

@@ -43,7 +43,7 @@ class Plan:
 
     Attributes:
       num_recv: i32[], rows in this rank's buffer: min(num_demand, C).
-      num_demand: i32[], rows that wanted to come here, before any drop.
+      num_demand: i32[], rows addressed to this rank, before any drop.
       overflow: bool[], num_demand > C: rows were dropped at their senders.
       recv_counts: i32[R], rows kept from each source rank.
       recv_topk_idx: i32[C, K], local expert ids of each row, -1 where the

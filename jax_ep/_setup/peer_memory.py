@@ -211,7 +211,7 @@ class SetUp:
 
     def _test_and_connect(self) -> None:
         for ordinal in self.contexts:
-            # Also loads every kernel: loading one later would dead-lock behind
+            # Also loads every kernel: loading one later would deadlock behind
             # a kernel that waits for it.
             failure = self.module.self_test(ordinal)
             if failure:
