@@ -5,6 +5,7 @@
 #   make test      run the test suite       (make test PYTEST_ARGS="-k plan")
 #   make test-gpu  run all that this machine's GPUs can run, several tests at a
 #                  time (make test-gpu GPU_ARGS="--parts 'ranks-8.*'")
+#   make docs      make the site of docs/ in out/docs (open index.html)
 #   make lint      check every source file as CI does
 #   make format    rewrite them as `make lint` wants them
 #   make install   only make $(VENV)
@@ -68,7 +69,7 @@ PY := jax_ep tests examples benchmarks
 BAZEL := $(wildcard MODULE.bazel BUILD.bazel) \
 	$(call sources,cc xla_ffi requirements $(PY),-name 'BUILD.bazel' -o -name '*.bzl')
 
-.PHONY: demo test test-gpu lint lint-python lint-types lint-cpp lint-bazel format \
+.PHONY: demo test test-gpu docs lint lint-python lint-types lint-cpp lint-bazel format \
 	install clean
 
 demo: $(INSTALLED)
@@ -80,14 +81,17 @@ test: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python tests/run_gpu.py $(GPU_ARGS)
 
+docs: $(INSTALLED) $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
+
 install: $(INSTALLED)
 
 # `make -k lint` goes on after a part that fails.
 lint: lint-python lint-types lint-cpp lint-bazel
 
 lint-python: $(VENV)/.lint
-	$(BIN)/ruff check $(PY)
-	$(BIN)/ruff format --check $(PY)
+	$(BIN)/ruff check $(PY) docs
+	$(BIN)/ruff format --check $(PY) docs
 
 lint-types: $(VENV)/.lint
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python \
@@ -101,7 +105,7 @@ lint-bazel: $(VENV)/.lint
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix-only --exit-zero $(PY)
-	$(BIN)/ruff format $(PY)
+	$(BIN)/ruff format $(PY) docs
 	$(BIN)/clang-format -i $(CPP)
 	@$(call buildifier,-mode=fix -lint=fix)
 
@@ -140,6 +144,10 @@ $(INSTALLED): $(DEPENDENCIES) pyproject.toml $(NATIVE) \
 	$(if $(KERNEL_ARGS),@echo "$(KERNEL_NOTE); make KERNELS=all compiles all")
 	CMAKE_ARGS="$(KERNEL_ARGS) $$CMAKE_ARGS" \
 	  $(PIP) install --no-compile $(EDITABLE) '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.docs: $(DEPENDENCIES) requirements/docs.txt
+	$(PIP) install --no-compile -r requirements/docs.txt
 	@touch $@
 
 $(VENV)/.lint: $(DEPENDENCIES) requirements/lint.txt Makefile

@@ -76,9 +76,9 @@ def combine_choices(tree: Any, plan: Plan) -> Any:
     places are never read.
 
     Cost, in addition to `unpermute` and `combine` of T * K rows: the pairs are numbered
-    twice more, in integers, and a `combine` of 12 * K bytes a row tells each choice where
-    its row stands. Between nodes, and of replicated tokens, each row goes home with
-    room for all K outputs, K times the bytes of `combine`, and a lone -0.0 may come as
+    twice more, in integers, and a `combine` of 12 * K bytes a row tells each choice
+    where its row stands. Between nodes, and of replicated tokens, each row comes home
+    with room for all K outputs, K times the bytes of `combine`. A lone -0.0 may become
     0.0.
 
     Args:

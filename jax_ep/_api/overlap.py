@@ -124,7 +124,7 @@ def combine_done(flight: Flight) -> Any:
 
 
 def overlap(flight: Flight, fn: Callable, *args: Any) -> tuple[Flight, Any]:
-    """Calls fn(*args) while the rows of a flight travel.
+    """Calls `fn(*args)` while the rows of a flight travel.
 
     The order is one of data alone: fn sees `args` as they are after the start,
     and the done of the flight that this returns waits for fn's results. So the

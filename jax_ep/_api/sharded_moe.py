@@ -74,11 +74,11 @@ def sharded_moe(
     those, as in `make_plan`.
 
     Args:
-      x: [..., H], or a pytree of arrays [..., *].
+      x: [..., H], or a pytree of arrays `[..., *]`.
       topk_idx: int[..., K], the experts of each token; see `make_plan`.
       topk_weights: floating [..., K]; float32 is best.
-      params: pytree of the experts' parameters. By default each array is [E', *] with
-        expert e at e, and E' = R * ceil(num_experts / R): E where R divides it.
+      params: pytree of the experts' parameters. By default each array is `[E', *]` with
+        expert e at e, and `E' = R * ceil(num_experts / R)`: E where R divides it.
       expert_fn: (params, rows [S, H], group_sizes i32[L]) -> [S, ...], one rank's
         experts: the function that `moe` takes, with this rank's part of params
         before its arguments. It runs inside shard_map with all mesh axes manual:
@@ -102,7 +102,7 @@ def sharded_moe(
       **keywords: as for `moe`.
 
     Returns:
-      (y, stats): y is [..., *] for each array that expert_fn returned, split like
+      (y, stats): y is `[..., *]` for each array that expert_fn returned, split like
       the tokens, and stats a `MoeStats`, the same on all devices. Both are ready for
       a load-balance loss::
 
