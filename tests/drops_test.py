@@ -14,7 +14,7 @@ import oracle
 import pytest
 
 import jax_ep
-from jax_ep._api import plan_options, planning
+from jax_ep._api import buffer_sizes, plan_options, planning
 from jax_ep._data import checks
 
 NATIVE = harness.BACKENDS[0]
@@ -400,7 +400,7 @@ def test_limits_of_every_integer_dtype():
         (np.int8, 5, 5),
         (np.int32, -3, -3),
     ):
-        traced = jax.jit(lambda a: planning._limit_array(a))
+        traced = jax.jit(lambda a: buffer_sizes._limit_array(a))
         limit = traced(jnp.asarray(value, dtype))
         assert (int(limit), limit.dtype) == (want, np.int32)
 
